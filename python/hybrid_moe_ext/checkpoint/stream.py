@@ -1,4 +1,15 @@
-"""A virtual GGUF as a C `FILE *`, for hosts that load models from one. What the bytes are is virtual_gguf.py's business."""
+"""A virtual GGUF as a C `FILE *`, for hosts that load models from one. The bytes themselves: virtual_gguf.py.
+
+How an expert tensor's memory stays untouched. The obvious way, a read callback that returns the length without writing,
+does not work: glibc's fread of a cookie stream always copies through the stdio buffer (`_IO_default_xsgetn`), so every
+page of the destination would be written. But llama.cpp reads a tensor as
+
+    fseeko(file, offset, SEEK_SET); to_read = min(n, file_size - ftello(file)); fread(data, to_read, 1, file)
+
+and takes 0 bytes for an answer. So after a seek to an expert tensor we report the end of the file as our position:
+nothing is read, nothing is copied, whatever the tensor's size. `copied_expert_bytes` counts what a host that works
+otherwise reads in spite of that; it gets whatever the stdio buffer holds.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +19,17 @@ import weakref
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import HybridMoeError
-from .virtual_gguf import ALIGNMENT, VirtualGguf
+from .inventory import ExpertTensor
+from .virtual_gguf import ALIGNMENT, Region, VirtualGguf
 
 _READ = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _SEEK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int)
 _IOFBF = 0
+
+WINDOW_BYTES = 16 << 20  # converted at once, so that all threads have work; stdio asks for ALIGNMENT bytes at a time
 
 
 class _Functions(ctypes.Structure):
@@ -30,32 +45,57 @@ class _Cookie:
         self.virtual = virtual
         self.serve_experts = serve_experts
         self.position = 0
+        self.at_expert = False  # the last call was a seek to an expert tensor
+        self.window_start = 0
+        self.window = np.empty(0, np.uint8)  # converted bytes ahead of stdio's small reads, of one tensor only
+        self.copied_expert_bytes = 0
         self.error: BaseException | None = None
-        self.n_reads = 0
         self.functions = _Functions(read=_READ(self._read), seek=_SEEK(self._seek))
 
     def _read(self, _cookie: int, address: int, n: int) -> int:
-        """Expert bytes are counted but not written: that memory must stay untouched, the plug-in reads the real file."""
         try:
-            self.n_reads += 1
-            n = max(0, min(n, self.virtual.size - self.position))
-            if n and not (self.virtual.is_expert_range(self.position, n) and not self.serve_experts):
+            self.at_expert = False
+            region = self.virtual.region_at(self.position)
+            n = min(n, self.virtual.end_of(region) - self.position)  # short: never buffer beyond one tensor
+            if n <= 0:
+                return 0
+            if isinstance(region.tensor, ExpertTensor) and not self.serve_experts:
+                self.copied_expert_bytes += n
+            else:
                 out = np.frombuffer((ctypes.c_uint8 * n).from_address(address), np.uint8)
-                self.virtual.read_into(self.position, out, self.serve_experts)
+                n = self._from_window(region, out)
             self.position += n
             return n
-        except BaseException as error:  # noqa: BLE001  nothing may cross C, not even KeyboardInterrupt
+        except BaseException as error:  # nothing may cross C, not even KeyboardInterrupt
             self.error = self.error or error
             return -1
+
+    def _from_window(self, region: Region, out: NDArray[np.uint8]) -> int:
+        at = self.position - self.window_start
+        if not 0 <= at < len(self.window):
+            n = min(WINDOW_BYTES, self.virtual.end_of(region) - self.position)
+            self.window = np.empty(0, np.uint8)  # so that two windows never exist at once
+            window = np.empty(n, np.uint8)
+            self.virtual.read_into(self.position, window, self.serve_experts)
+            self.window_start, self.window, at = self.position, window, 0
+        n = min(len(out), len(self.window) - at)
+        out[:n] = self.window[at : at + n]
+        return n
 
     def _seek(self, _cookie: int, offset: Any, whence: int) -> int:
         try:
             base = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.virtual.size}[whence]
-            if base + offset[0] < 0:
+            position = base + offset[0]
+            if position < 0:
                 return -1
-            self.position = offset[0] = base + offset[0]
+            if position != self.position or whence == os.SEEK_SET:
+                region = self.virtual.region_at(position)
+                is_start = isinstance(region.tensor, ExpertTensor) and position == region.start
+                self.at_expert = is_start and not self.serve_experts
+            self.position = position
+            offset[0] = self.virtual.size if self.at_expert else position
             return 0
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             self.error = self.error or error
             return -1
 
@@ -91,8 +131,9 @@ class GgufStream:
         return self._cookie.error
 
     @property
-    def n_reads(self) -> int:
-        return self._cookie.n_reads
+    def copied_expert_bytes(self) -> int:
+        """Expert bytes that the host read although it was told there are none; 0 means their memory is untouched."""
+        return self._cookie.copied_expert_bytes
 
     def close(self) -> None:
         self._close()  # a finalizer runs once

@@ -20,9 +20,9 @@ from .dense import DENSE_TYPES, DenseTensor
 from .fp8 import read_elements
 from .inventory import ExpertTensor
 
-# Tensors start on pages, and stream.py gives stdio a buffer of one page: so stdio reads whole tensors past its buffer
-# and an expert tensor's memory stays untouched. (GGUF's default of 32 would copy a buffer's worth into both ends.)
-ALIGNMENT = 4096
+# Also the size of stream.py's stdio buffer: fseeko rounds down to a multiple of that and would read up to the target,
+# so every tensor starts on one. Padding costs nothing in a file that does not exist, and write() leaves it sparse.
+ALIGNMENT = 256 << 10
 ELEMENTS_PER_TASK = 1 << 20
 ELEMENTS_PER_STEP = 1 << 17  # float32 temporaries of 512 KiB: tried 16 K .. 1 M, smaller and larger were slower
 WRITE_BYTES = 64 << 20
@@ -70,6 +70,10 @@ class VirtualGguf:
         """The region that holds a byte; the padding after a region belongs to it."""
         return self.regions[bisect_right(self._starts, offset) - 1]
 
+    def end_of(self, region: Region) -> int:
+        """Where the next region starts."""
+        return region.start + -(-region.n_bytes // ALIGNMENT) * ALIGNMENT
+
     def is_expert_range(self, offset: int, n: int) -> bool:
         """Whether all of [offset, offset + n) is one expert tensor's bytes."""
         region = self.region_at(offset)
@@ -104,10 +108,13 @@ class VirtualGguf:
     def write(self, path: str | os.PathLike) -> None:
         """A real GGUF file, experts included. Experts in FP8 become I8 codes; their scales are not in the file."""
         with open(path, "wb") as file:
-            for start in range(0, self.size, WRITE_BYTES):
-                out = np.zeros(min(WRITE_BYTES, self.size - start), np.uint8)
-                self.read_into(start, out, with_experts=True)
-                file.write(out)
+            for region in self.regions:
+                for first in range(0, region.n_bytes, WRITE_BYTES):
+                    out = np.empty(min(WRITE_BYTES, region.n_bytes - first), np.uint8)
+                    self._fill(region, first, out)
+                    file.seek(region.start + first)
+                    file.write(out)
+            file.truncate(self.size)
 
     def _fill(self, region: Region, first: int, out: NDArray[np.uint8]) -> None:
         if region.tensor is None:

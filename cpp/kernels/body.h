@@ -1,0 +1,316 @@
+// The loops over weights, written once over the vocabulary `Vec` of the including file (see scalar.cpp for the
+// smallest one). No intrinsics and no STL here: inlined library code would carry the file's ISA into other files.
+//
+// Vec: `width`, zero(), set1(float), load(const float *), store(float *), fma(a, b, c) = a * b + c, add, mul,
+// from_fp8 / from_i8 / from_bf16 / from_f16 (width codes at p), reduce4(a, b, c, d, float[4]) = four sums.
+// from_fp8 returns code x 2^-fp8_shift; the shift is folded into the scale.
+
+namespace {
+
+inline float f32_of_bf16(uint16_t h) {
+    const uint32_t bits = uint32_t(h) << 16;
+    float f;
+    __builtin_memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+// IEEE half to float, subnormals and infinities included, without F16C.
+inline float f32_of_f16(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000) << 16;
+    const uint32_t exponent = (h >> 10) & 31;
+    const uint32_t mantissa = h & 1023;
+    uint32_t bits;
+    if (exponent == 31) {
+        bits = sign | 0x7F800000u | (mantissa << 13);
+    } else if (exponent != 0) {
+        bits = sign | ((exponent + 112) << 23) | (mantissa << 13);
+    } else {
+        const float magnitude = float(mantissa) * 0x1p-24f;
+        return sign ? -magnitude : magnitude;
+    }
+    float f;
+    __builtin_memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+// E4M3FN: 1 sign, 4 exponent (bias 7), 3 mantissa bits.
+inline float f32_of_fp8(uint8_t code) {
+    const int exponent = (code >> 3) & 15;
+    const int mantissa = code & 7;
+    if (exponent == 15 && mantissa == 7) return __builtin_nanf("");
+    uint32_t bits = 0;
+    if (exponent != 0) {
+        bits = uint32_t(exponent + 120) << 23 | uint32_t(mantissa) << 20;
+    } else {
+        const float magnitude = float(mantissa) * 0x1p-9f;
+        return code & 0x80 ? -magnitude : magnitude;
+    }
+    bits |= uint32_t(code & 0x80) << 24;
+    float f;
+    __builtin_memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+inline uint16_t load_u16(const uint8_t * p) {
+    uint16_t v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// One weight type = how to find a block, its scale, and its codes. A block is the longest run that shares one scale.
+template <WeightType T> struct Codes;
+
+// Types without a scale: one block spans the row.
+template <WeightType T, size_t Bytes> struct Plain {
+    static constexpr bool scaled = false;
+    static int64_t block_len(const ExpertMatrix & e) { return e.k; }
+    static const uint8_t * at(const uint8_t * row, int64_t i) { return row + size_t(i) * Bytes; }
+    static float scale(const ExpertMatrix &, const uint8_t *, int64_t, int64_t) { return 1.0f; }
+};
+
+template <> struct Codes<WeightType::f32> : Plain<WeightType::f32, 4> {
+    static Vec decode(const uint8_t * p) { return Vec::load(reinterpret_cast<const float *>(p)); }
+    static float decode1(const uint8_t * p) { float f; __builtin_memcpy(&f, p, sizeof f); return f; }
+    static constexpr size_t bytes = 4;
+};
+
+template <> struct Codes<WeightType::f16> : Plain<WeightType::f16, 2> {
+    static Vec decode(const uint8_t * p) { return Vec::from_f16(p); }
+    static float decode1(const uint8_t * p) { return f32_of_f16(load_u16(p)); }
+    static constexpr size_t bytes = 2;
+};
+
+template <> struct Codes<WeightType::bf16> : Plain<WeightType::bf16, 2> {
+    static Vec decode(const uint8_t * p) { return Vec::from_bf16(p); }
+    static float decode1(const uint8_t * p) { return f32_of_bf16(load_u16(p)); }
+    static constexpr size_t bytes = 2;
+};
+
+template <> struct Codes<WeightType::q8_0> {
+    static constexpr bool scaled = true;
+    static constexpr size_t bytes = 1;
+    static int64_t block_len(const ExpertMatrix &) { return 32; }
+    static const uint8_t * at(const uint8_t * row, int64_t i) { return row + size_t(i / 32) * 34 + 2 + size_t(i % 32); }
+    static float scale(const ExpertMatrix &, const uint8_t * row, int64_t, int64_t i_block) {
+        return Vec::f16_scale(row + size_t(i_block) * 34);
+    }
+    static Vec decode(const uint8_t * p) { return Vec::from_i8(p); }
+    static float decode1(const uint8_t * p) { return float(int8_t(*p)); }
+};
+
+template <> struct Codes<WeightType::fp8_e4m3> {
+    static constexpr bool scaled = true;
+    static constexpr size_t bytes = 1;
+    static int64_t block_len(const ExpertMatrix & e) { return e.block_k; }
+    static const uint8_t * at(const uint8_t * row, int64_t i) { return row + size_t(i); }
+    static float scale(const ExpertMatrix & e, const uint8_t *, int64_t i_row, int64_t i_block) {
+        return e.row_scale(i_row)[i_block] * Vec::fp8_unit;
+    }
+    static Vec decode(const uint8_t * p) { return Vec::from_fp8(p); }
+    static float decode1(const uint8_t * p) { return f32_of_fp8(*p) / Vec::fp8_unit; }
+};
+
+inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <int N> inline void sums(const Vec (&v)[N], float * out) {
+    float four[4];
+    for (int i = 0; i < N; i += 4) {
+        const Vec z = Vec::zero();
+        Vec::reduce4(v[i], i + 1 < N ? v[i + 1] : z, i + 2 < N ? v[i + 2] : z, i + 3 < N ? v[i + 3] : z, four);
+        for (int j = i; j < N && j < i + 4; j++) out[j] = four[j - i];
+    }
+}
+
+// R weight rows times M token rows. Codes are summed inside a block and scaled once per block, in ascending order.
+template <WeightType T, int R, int M>
+inline void dot_tile(const ExpertMatrix & e, int64_t row0, const float * const * x, float * const * y) {
+    using C = Codes<T>;
+    const uint8_t * row[R];
+    Vec total[R * M];
+    float tail[R * M];
+    for (int r = 0; r < R; r++) row[r] = e.row(row0 + r);
+    for (int i = 0; i < R * M; i++) {
+        total[i] = Vec::zero();
+        tail[i] = 0.0f;
+    }
+    const int64_t len = C::block_len(e);
+    int64_t i_block = 0;
+    for (int64_t b0 = 0; b0 < e.k; b0 += len, i_block++) {
+        const int64_t b1 = min_i64(b0 + len, e.k);
+        const int64_t full = b0 + (b1 - b0) / Vec::width * Vec::width;
+        const uint8_t * code[R];
+        Vec acc[R * M];
+        for (int r = 0; r < R; r++) code[r] = C::at(row[r], b0);
+        for (int i = 0; i < R * M; i++) acc[i] = C::scaled ? Vec::zero() : total[i];
+        for (int64_t i = b0; i < full; i += Vec::width) {
+            Vec xv[M];
+            for (int j = 0; j < M; j++) xv[j] = Vec::load(x[j] + i);
+            for (int r = 0; r < R; r++) {
+                const Vec w = C::decode(code[r] + size_t(i - b0) * C::bytes);
+                for (int j = 0; j < M; j++) acc[r * M + j] = Vec::fma(w, xv[j], acc[r * M + j]);
+            }
+        }
+        float scale[R];
+        for (int r = 0; r < R; r++) scale[r] = C::scaled ? C::scale(e, row[r], row0 + r, i_block) : 1.0f;
+        for (int r = 0; r < R; r++) {
+            for (int j = 0; j < M; j++) {
+                Vec & t = total[r * M + j];
+                t = C::scaled ? Vec::fma(acc[r * M + j], Vec::set1(scale[r]), t) : acc[r * M + j];
+            }
+            for (int64_t i = full; i < b1; i++) {
+                const float w = C::decode1(code[r] + size_t(i - b0) * C::bytes) * scale[r];
+                for (int j = 0; j < M; j++) tail[r * M + j] += w * x[j][i];
+            }
+        }
+    }
+    float out[R * M];
+    sums<R * M>(total, out);
+    for (int r = 0; r < R; r++) {
+        for (int j = 0; j < M; j++) y[j][row0 + r] = out[r * M + j] + tail[r * M + j];
+    }
+}
+
+template <WeightType T, int M>
+inline void dot_rows(const ExpertMatrix & e, int64_t row0, int64_t row1, const float * const * x, float * const * y) {
+    constexpr int R = M == 1 ? 4 : 2;  // registers: R blocks + R totals per token row, the codes and x
+    int64_t r = row0;
+    for (; r + R <= row1; r += R) dot_tile<T, R, M>(e, r, x, y);
+    for (; r < row1; r++) dot_tile<T, 1, M>(e, r, x, y);
+}
+
+template <WeightType T>
+void dot_typed(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t) {
+    int64_t j = 0;
+    for (; j + 3 <= t.m; j += 3) dot_rows<T, 3>(e, row0, row1, t.x + j, t.y + j);
+    if (t.m - j == 2) dot_rows<T, 2>(e, row0, row1, t.x + j, t.y + j);
+    if (t.m - j == 1) dot_rows<T, 1>(e, row0, row1, t.x + j, t.y + j);
+}
+
+template <WeightType T>
+void expand_typed(const ExpertMatrix & e, int64_t i_row, int64_t i0, int64_t n, float * out) {
+    using C = Codes<T>;
+    const uint8_t * row = e.row(i_row);
+    const int64_t len = C::block_len(e);
+    for (int64_t i = i0; i < i0 + n;) {
+        const int64_t i_block = C::scaled ? i / len : 0;
+        const int64_t end = C::scaled ? min_i64((i_block + 1) * len, i0 + n) : i0 + n;
+        const float scale = C::scaled ? C::scale(e, row, i_row, i_block) : 1.0f;
+        const Vec s = Vec::set1(scale);
+        const uint8_t * code = C::at(row, i);
+        const int64_t first = i;
+        for (; i + Vec::width <= end; i += Vec::width) {
+            const Vec w = C::decode(code + size_t(i - first) * C::bytes);
+            (C::scaled ? Vec::mul(w, s) : w).store(out + (i - i0));
+        }
+        for (; i < end; i++) out[i - i0] = C::decode1(code + size_t(i - first) * C::bytes) * scale;
+    }
+}
+
+// R expanded weight rows times M token rows over n columns, added to y (or stored, for the first columns).
+template <int R, int M>
+inline void panel_tile(const float * panel, int64_t stride, const float * const * x, int64_t i0, int64_t n, bool first,
+                       int64_t row0, float * const * y) {
+    Vec acc[R * M];
+    float tail[R * M];
+    for (int i = 0; i < R * M; i++) {
+        acc[i] = Vec::zero();
+        tail[i] = 0.0f;
+    }
+    int64_t i = 0;
+    for (; i + Vec::width <= n; i += Vec::width) {
+        Vec xv[M];
+        for (int j = 0; j < M; j++) xv[j] = Vec::load(x[j] + i0 + i);
+        for (int r = 0; r < R; r++) {
+            const Vec w = Vec::load(panel + r * stride + i);
+            for (int j = 0; j < M; j++) acc[r * M + j] = Vec::fma(w, xv[j], acc[r * M + j]);
+        }
+    }
+    for (; i < n; i++) {
+        for (int r = 0; r < R; r++) {
+            for (int j = 0; j < M; j++) tail[r * M + j] += panel[r * stride + i] * x[j][i0 + i];
+        }
+    }
+    float out[R * M];
+    sums<R * M>(acc, out);
+    for (int r = 0; r < R; r++) {
+        for (int j = 0; j < M; j++) {
+            const float v = out[r * M + j] + tail[r * M + j];
+            float & to = y[j][row0 + r];
+            to = first ? v : to + v;
+        }
+    }
+}
+
+template <int M>
+inline void panel_rows_by(int64_t n_rows, const float * panel, const float * const * x, int64_t i0, int64_t n,
+                          bool first, int64_t row0, float * const * y) {
+    int64_t r = 0;
+    for (; r + 4 <= n_rows; r += 4) panel_tile<4, M>(panel + r * n, n, x, i0, n, first, row0 + r, y);
+    for (; r < n_rows; r++) panel_tile<1, M>(panel + r * n, n, x, i0, n, first, row0 + r, y);
+}
+
+// Token rows per pass over the weights: their slice of panel_k columns (96 x 4 KiB) stays in a 512 KiB L2 beside the
+// panel, and 96 rows amortise the expansion.
+constexpr int64_t gemm_token_block = 96;
+
+template <WeightType T>
+void gemm_typed(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t, float * panel) {
+    for (int64_t t0 = 0; t0 < t.m; t0 += gemm_token_block) {
+        const int64_t m = min_i64(gemm_token_block, t.m - t0);
+        const float * const * x = t.x + t0;
+        float * const * y = t.y + t0;
+        for (int64_t i0 = 0; i0 < e.k; i0 += panel_k) {
+            const int64_t n = min_i64(panel_k, e.k - i0);
+            for (int64_t r0 = row0; r0 < row1; r0 += panel_rows) {
+                const int64_t rows = min_i64(panel_rows, row1 - r0);
+                for (int64_t r = 0; r < rows; r++) expand_typed<T>(e, r0 + r, i0, n, panel + r * n);
+                int64_t j = 0;
+                for (; j + 3 <= m; j += 3) panel_rows_by<3>(rows, panel, x + j, i0, n, i0 == 0, r0, y + j);
+                for (; j < m; j++) panel_rows_by<1>(rows, panel, x + j, i0, n, i0 == 0, r0, y + j);
+            }
+        }
+    }
+}
+
+// Calls f.template operator()<T>() for the type at run time.
+template <class F> inline void with_type(WeightType type, const F & f) {
+    switch (type) {
+        case WeightType::f32:      f.template run<WeightType::f32>(); break;
+        case WeightType::f16:      f.template run<WeightType::f16>(); break;
+        case WeightType::bf16:     f.template run<WeightType::bf16>(); break;
+        case WeightType::q8_0:     f.template run<WeightType::q8_0>(); break;
+        case WeightType::fp8_e4m3: f.template run<WeightType::fp8_e4m3>(); break;
+    }
+}
+
+struct DotCall {
+    const ExpertMatrix & e; int64_t row0, row1; const TokenRows & t;
+    template <WeightType T> void run() const { dot_typed<T>(e, row0, row1, t); }
+};
+
+struct GemmCall {
+    const ExpertMatrix & e; int64_t row0, row1; const TokenRows & t; float * panel;
+    template <WeightType T> void run() const { gemm_typed<T>(e, row0, row1, t, panel); }
+};
+
+struct ExpandCall {
+    const ExpertMatrix & e; int64_t i_row, i0, n; float * out;
+    template <WeightType T> void run() const { expand_typed<T>(e, i_row, i0, n, out); }
+};
+
+void dot(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t) {
+    const Vec::Environment environment;
+    with_type(e.type, DotCall{e, row0, row1, t});
+}
+
+void gemm(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t, float * panel) {
+    const Vec::Environment environment;
+    with_type(e.type, GemmCall{e, row0, row1, t, panel});
+}
+
+void expand(const ExpertMatrix & e, int64_t i_row, int64_t i0, int64_t n, float * out) {
+    const Vec::Environment environment;
+    with_type(e.type, ExpandCall{e, i_row, i0, n, out});
+}
+
+}  // namespace

@@ -1,0 +1,52 @@
+// The reference: one float at a time, on every CPU. Nothing here is fast.
+#include "kernels.h"
+
+namespace hybrid_moe {
+namespace {
+
+struct Vec {
+    static constexpr int   width    = 1;
+    static constexpr float fp8_unit = 1.0f;  // from_fp8 returns the code's value itself
+    float v;
+
+    // Floating-point environment of a kernel call; plain floats need none.
+    struct Environment { Environment() {} };
+
+    static Vec zero() { return {0.0f}; }
+    static Vec set1(float a) { return {a}; }
+    static Vec load(const float * p) { Vec a; __builtin_memcpy(&a.v, p, sizeof a.v); return a; }
+    void store(float * p) const { *p = v; }
+    static Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
+    static Vec mul(Vec a, Vec b) { return {a.v * b.v}; }
+    static void reduce4(Vec a, Vec b, Vec c, Vec d, float * out) { out[0] = a.v; out[1] = b.v; out[2] = c.v; out[3] = d.v; }
+    static inline float f16_scale(const uint8_t * p);
+    static inline Vec from_fp8(const uint8_t * p);
+    static inline Vec from_i8(const uint8_t * p) { return {float(int8_t(*p))}; }
+    static inline Vec from_bf16(const uint8_t * p);
+    static inline Vec from_f16(const uint8_t * p);
+};
+
+}  // namespace
+
+#include "body.h"
+
+namespace {
+
+float Vec::f16_scale(const uint8_t * p) { return f32_of_f16(load_u16(p)); }
+Vec Vec::from_fp8(const uint8_t * p) { return {f32_of_fp8(*p)}; }
+Vec Vec::from_bf16(const uint8_t * p) { return {f32_of_bf16(load_u16(p))}; }
+Vec Vec::from_f16(const uint8_t * p) { return {f32_of_f16(load_u16(p))}; }
+
+bool has_fp8_nan(const uint8_t * codes, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        if ((codes[i] & 0x7F) == 0x7F) return true;
+    }
+    return false;
+}
+
+}  // namespace
+
+extern const Kernels kernels_scalar;
+const Kernels kernels_scalar = {"scalar", dot, gemm, expand, has_fp8_nan};
+
+}  // namespace hybrid_moe

@@ -1,0 +1,67 @@
+// Weight type facts and the choice of an implementation, in baseline code. No loops over weights.
+#include "kernels.h"
+
+#include <cstdio>
+#include <cstring>
+
+namespace hybrid_moe {
+
+extern const Kernels kernels_scalar;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2;
+#endif
+
+namespace {
+
+struct TypeFacts {
+    const char * name;
+    int64_t group_len;
+    size_t  group_bytes;
+};
+
+constexpr TypeFacts facts[n_weight_types] = {
+    {"F32", 1, 4}, {"F16", 1, 2}, {"BF16", 1, 2}, {"Q8_0", 32, 34}, {"FP8 E4M3", 1, 1},
+};
+
+#if defined(__x86_64__)
+// __builtin_cpu_supports also asks whether the operating system saves the registers.
+bool avx2_runs_here() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#endif
+
+bool always() { return true; }
+
+constexpr Implementation all[] = {
+#if defined(__x86_64__)
+    {&kernels_avx2, avx2_runs_here},
+#endif
+    {&kernels_scalar, always},
+};
+
+}  // namespace
+
+const char * name_of(WeightType type) { return facts[int(type)].name; }
+int64_t group_len(WeightType type) { return facts[int(type)].group_len; }
+size_t group_bytes(WeightType type) { return facts[int(type)].group_bytes; }
+
+const Implementation * implementations(size_t * n) {
+    *n = sizeof all / sizeof all[0];
+    return all;
+}
+
+const Kernels * select_kernels(const char * forced, char * error, size_t error_size) {
+    const bool any = !forced || !*forced;
+    for (const Implementation & i : all) {
+        if (any ? i.runs_here() : !strcmp(i.kernels->name, forced) && i.runs_here()) return i.kernels;
+    }
+    int n = snprintf(error, error_size, "HYBRID_MOE_ISA=%s is unknown or does not run on this CPU; choose one of:", forced);
+    for (const Implementation & i : all) {
+        if (i.runs_here() && n >= 0 && size_t(n) < error_size) {
+            n += snprintf(error + n, error_size - size_t(n), " %s", i.kernels->name);
+        }
+    }
+    return nullptr;
+}
+
+}  // namespace hybrid_moe

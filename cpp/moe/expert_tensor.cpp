@@ -1,0 +1,100 @@
+// ExpertTensor: pointers per expert and the first-use check.
+#include "moe/expert_tensor.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace hybrid_moe {
+namespace {
+
+float scale_at(const uint8_t * grid, ScaleType type, size_t i) {
+    if (type == ScaleType::f32) {
+        float f;
+        memcpy(&f, grid + 4 * i, sizeof f);
+        return f;
+    }
+    uint16_t h;
+    memcpy(&h, grid + 2 * i, sizeof h);
+    const uint32_t bits = uint32_t(h) << 16;
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+// Experts come from disk at their first use: ask for the whole range at once instead of page by page.
+void read_ahead(const uint8_t * p, size_t n) {
+    const uintptr_t page  = uintptr_t(sysconf(_SC_PAGESIZE));
+    const uintptr_t begin = uintptr_t(p) & ~(page - 1);
+    madvise(reinterpret_cast<void *>(begin), uintptr_t(p) + n - begin, MADV_WILLNEED);  // advice: may fail
+}
+
+}  // namespace
+
+ExpertTensor::ExpertTensor(std::string name, const Shape & shape, std::vector<const uint8_t *> of_expert,
+                           BlockScales scales, std::shared_ptr<const void> keep_alive)
+    : name_(std::move(name)), shape_(shape), codes_(std::move(of_expert)), scales_(std::move(scales)),
+      keep_alive_(std::move(keep_alive)) {
+    if (shape_.type != WeightType::fp8_e4m3) return;
+    const int64_t br = scales_.block_rows;
+    const int64_t bk = scales_.block_k;
+    grid_len_  = size_t((shape_.n_rows + br - 1) / br) * size_t((shape_.k + bk - 1) / bk);
+    map_bytes_ = grid_len_ * size_t(shape_.n_expert) * sizeof(float);
+    if (map_bytes_ == 0) map_bytes_ = 1;
+    void * p = mmap(nullptr, map_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) throw std::runtime_error(name_ + ": no address space for its scales");
+    scale_ = static_cast<float *>(p);
+    ready_.reset(new std::atomic<bool>[size_t(shape_.n_expert)]());
+}
+
+ExpertTensor::~ExpertTensor() {
+    if (scale_) munmap(scale_, map_bytes_);
+}
+
+ExpertMatrix ExpertTensor::matrix(int64_t i_expert) const {
+    ExpertMatrix e;
+    e.type       = shape_.type;
+    e.w          = codes_[size_t(i_expert)];
+    e.row_bytes  = shape_.row_bytes;
+    e.n_rows     = shape_.n_rows;
+    e.k          = shape_.k;
+    e.scale      = scale_ ? scale_ + grid_len_ * size_t(i_expert) : nullptr;
+    e.block_rows = scales_.block_rows;
+    e.block_k    = scales_.block_k;
+    return e;
+}
+
+const char * ExpertTensor::reject(int64_t i_expert, const char * what) {
+    const char * already = rejected_.load(std::memory_order_acquire);
+    if (already) return already;
+    char text[512];
+    snprintf(text, sizeof text, "tensor %s, expert %lld: %s; the checkpoint is damaged, download it again",
+             name_.c_str(), static_cast<long long>(i_expert), what);
+    const char * mine = strdup(text);
+    if (rejected_.compare_exchange_strong(already, mine)) return mine;
+    free(const_cast<char *>(mine));
+    return already;
+}
+
+const char * ExpertTensor::make_ready(int64_t i_expert, const Kernels & kernels) {
+    if (const char * already = rejected_.load(std::memory_order_acquire)) return already;
+    const size_t n = size_t(shape_.n_rows) * shape_.row_bytes;
+    const uint8_t * codes = codes_[size_t(i_expert)];
+    read_ahead(codes, n);
+    float * to = scale_ + grid_len_ * size_t(i_expert);
+    for (size_t i = 0; i < grid_len_; i++) {
+        const float s = scale_at(scales_.of_expert[size_t(i_expert)], scales_.type, i);
+        if (!std::isfinite(s)) return reject(i_expert, "a block scale is not finite");
+        to[i] = s;
+    }
+    if (kernels.has_fp8_nan(codes, n)) return reject(i_expert, "a weight is NaN (E4M3 code 0x7F or 0xFF)");
+    ready_[size_t(i_expert)].store(true, std::memory_order_release);
+    return nullptr;
+}
+
+}  // namespace hybrid_moe

@@ -1,0 +1,70 @@
+// The weights of all experts of one projection ([n_expert, n_rows, k]), wherever their bytes lie, and the check of
+// their contents on first use. Does not own the bytes: `keep_alive` does.
+#pragma once
+
+#include "kernels/kernels.h"
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace hybrid_moe {
+
+enum class ScaleType : int { f32 = 0, bf16 = 1 };
+
+// FP8 scales as the checkpoint stores them: value = code x scale[row / block_rows][column / block_k].
+struct BlockScales {
+    ScaleType type       = ScaleType::f32;
+    int64_t   block_rows = 0;
+    int64_t   block_k    = 0;
+    std::vector<const uint8_t *> of_expert;  // [n_expert] row-major grids, unaligned
+};
+
+class ExpertTensor {
+public:
+    struct Shape {
+        WeightType type;
+        int64_t    n_expert;
+        int64_t    n_rows;
+        int64_t    k;
+        size_t     row_bytes;
+    };
+
+    // `of_expert`: [n_expert] pointers to n_rows x row_bytes bytes. `scales` only for FP8.
+    ExpertTensor(std::string name, const Shape & shape, std::vector<const uint8_t *> of_expert, BlockScales scales,
+                 std::shared_ptr<const void> keep_alive);
+    ~ExpertTensor();
+    ExpertTensor(const ExpertTensor &) = delete;
+    ExpertTensor & operator=(const ExpertTensor &) = delete;
+
+    const std::string & name() const { return name_; }
+    const Shape & shape() const { return shape_; }
+
+    // The matrix of one expert; FP8: only after is_ready(i_expert).
+    ExpertMatrix matrix(int64_t i_expert) const;
+
+    // FP8 experts are looked at when they are first used, so that opening a checkpoint reads none of them: codes and
+    // scales must be finite, and scales become float. Other types are always ready.
+    bool is_ready(int64_t i_expert) const {
+        return !scale_ || ready_[size_t(i_expert)].load(std::memory_order_acquire);
+    }
+    // May be called by several threads, also for the same expert. Returns null, or a sentence that says what is wrong.
+    const char * make_ready(int64_t i_expert, const Kernels & kernels);
+
+private:
+    const char * reject(int64_t i_expert, const char * what);
+
+    std::string                  name_;
+    Shape                        shape_;
+    std::vector<const uint8_t *> codes_;
+    BlockScales                  scales_;
+    std::shared_ptr<const void>  keep_alive_;
+    size_t                       grid_len_   = 0;        // scales per expert
+    size_t                       map_bytes_  = 0;
+    float *                      scale_      = nullptr;  // [n_expert][grid_len_], pages appear as experts get ready
+    std::unique_ptr<std::atomic<bool>[]> ready_;
+    std::atomic<const char *>    rejected_{nullptr};     // leaked on purpose: at most one sentence per tensor
+};
+
+}  // namespace hybrid_moe

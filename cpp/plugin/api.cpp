@@ -1,0 +1,169 @@
+// C functions for the Python package: thin, exceptions become sentences.
+#include "plugin/api.h"
+
+#include "checkpoint/expert_table.h"
+#include "moe/expert_matmul.h"
+#include "plugin/host.h"
+#include "plugin/settings.h"
+#include "threads/team.h"
+
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace hybrid_moe {
+const std::string & refusal_sentence();
+}
+
+using namespace hybrid_moe;
+
+struct hybrid_moe_table {
+    explicit hybrid_moe_table(bool copied) : table(std::make_shared<ExpertTable>(copied)) {}
+    std::shared_ptr<ExpertTable> table;
+};
+
+namespace {
+
+thread_local std::string error_sentence;
+
+int fail(const std::string & sentence) {
+    error_sentence = sentence;
+    return -1;
+}
+
+// Runs f; an exception becomes -1 and a sentence.
+template <class F> int guarded(F f) {
+    try {
+        return f();
+    } catch (const std::exception & e) {
+        return fail(e.what());
+    }
+}
+
+std::vector<FileRange> ranges(int64_t n, const int32_t * file, const uint64_t * offset) {
+    std::vector<FileRange> out;
+    for (int64_t i = 0; file && i < n; i++) out.push_back({file[i], offset[i]});
+    return out;
+}
+
+const Kernels * kernels_named(const char * isa) {
+    char text[256];
+    const Kernels * k = select_kernels(isa, text, sizeof text);
+    if (!k) fail(text);
+    return k;
+}
+
+bool to_matrix(const hybrid_moe_matrix & in, ExpertMatrix & out) {
+    if (in.type < 0 || in.type >= n_weight_types) return false;
+    const WeightType type = WeightType(in.type);
+    if (in.n_rows < 0 || in.k < 0 || in.k % group_len(type) != 0) return false;
+    if (type == WeightType::fp8_e4m3 && (!in.scales || in.block_rows < 1 || in.block_k < 1)) return false;
+    out = {type,      in.codes,  size_t(in.k / group_len(type)) * group_bytes(type), in.n_rows, in.k,
+           in.scales, in.block_rows, in.block_k};
+    return true;
+}
+
+}  // namespace
+
+const char * hybrid_moe_error(void) { return error_sentence.c_str(); }
+const char * hybrid_moe_refusal(void) { return refusal_sentence().c_str(); }
+const char * hybrid_moe_isa(void) { return settings().kernels ? settings().kernels->name : ""; }
+const char * hybrid_moe_team(void) { return settings().kernels ? team_provider() : ""; }
+
+const char * hybrid_moe_available_isas(void) {
+    static const std::string names = [] {
+        std::string s;
+        size_t n;
+        const Implementation * all = implementations(&n);
+        for (size_t i = 0; i < n; i++) {
+            if (all[i].runs_here()) s += (s.empty() ? "" : " ") + std::string(all[i].kernels->name);
+        }
+        return s;
+    }();
+    return names.c_str();
+}
+
+void hybrid_moe_counters(uint64_t out[5]) {
+    const Counters c = counters();
+    out[0] = c.n_matmuls;
+    out[1] = c.n_rows;
+    out[2] = c.weight_bytes;
+    out[3] = c.n_dot_experts;
+    out[4] = c.n_gemm_experts;
+}
+
+hybrid_moe_table * hybrid_moe_table_new(int copied) { return new hybrid_moe_table(copied != 0); }
+
+int hybrid_moe_table_add_file(hybrid_moe_table * table, const char * path) {
+    return guarded([&] { return table->table->add_file(path); });
+}
+
+int hybrid_moe_table_add_tensor(hybrid_moe_table * table, const hybrid_moe_expert_tensor * t) {
+    return guarded([&] {
+        if (t->type < 0 || t->type >= n_weight_types) return fail("tensor '" + std::string(t->name) + "': unknown type");
+        const WeightType type = WeightType(t->type);
+        if (t->k % group_len(type) != 0) return fail("tensor '" + std::string(t->name) + "': ragged rows");
+        const ExpertTensor::Shape shape = {type, t->n_expert, t->n_rows, t->k,
+                                           size_t(t->k / group_len(type)) * group_bytes(type)};
+        table->table->add_tensor(t->name, shape, ranges(t->n_expert, t->code_file, t->code_offset),
+                                 ScaleType(t->scale_type), t->block_rows, t->block_k,
+                                 ranges(t->n_expert, t->scale_file, t->scale_offset));
+        return 0;
+    });
+}
+
+void hybrid_moe_load_begin(hybrid_moe_table * table) { ExpertTable::loading() = table->table; }
+
+int hybrid_moe_load_end(void) {
+    const std::shared_ptr<ExpertTable> table = std::move(ExpertTable::loading());
+    ExpertTable::loading().reset();
+    return table ? table->n_bound() : 0;
+}
+
+void hybrid_moe_table_free(hybrid_moe_table * table) { delete table; }
+
+int hybrid_moe_matmul(const char * isa, int kernel, const hybrid_moe_matrix * matrix, int64_t m, const float * x,
+                      float * y) {
+    return guarded([&] {
+        ExpertMatrix e;
+        const Kernels * k = kernels_named(isa);
+        if (!k) return -1;
+        if (!to_matrix(*matrix, e) || m < 0) return fail("the matrix's type, shape or scales make no sense");
+        std::vector<const float *> xs;
+        std::vector<float *> ys;
+        for (int64_t j = 0; j < m; j++) {
+            xs.push_back(x + j * e.k);
+            ys.push_back(y + j * e.n_rows);
+        }
+        const TokenRows rows = {xs.data(), ys.data(), m};
+        if (kernel == 0) {
+            k->dot(e, 0, e.n_rows, rows);
+        } else {
+            std::unique_ptr<float, void (*)(void *)> panel(static_cast<float *>(aligned_alloc(64, panel_bytes)), free);
+            k->gemm(e, 0, e.n_rows, rows, panel.get());
+        }
+        return 0;
+    });
+}
+
+int hybrid_moe_expand(const char * isa, const hybrid_moe_matrix * matrix, float * out) {
+    ExpertMatrix e;
+    const Kernels * k = kernels_named(isa);
+    if (!k) return -1;
+    if (!to_matrix(*matrix, e)) return fail("the matrix's type, shape or scales make no sense");
+    for (int64_t r = 0; r < e.n_rows; r++) k->expand(e, r, 0, e.k, out + r * e.k);
+    return 0;
+}
+
+int hybrid_moe_has_nan(const char * isa, const uint8_t * codes, size_t n) {
+    const Kernels * k = kernels_named(isa);
+    return k ? k->has_fp8_nan(codes, n) : -1;
+}
+
+const char * hybrid_moe_judge_version(const char * version) {
+    thread_local std::string verdict;
+    verdict = judge_host_version(version, false);
+    return verdict.c_str();
+}

@@ -1,0 +1,73 @@
+// The C functions that our Python package calls besides ggml's own. Every function that can fail returns a negative
+// number or null and leaves a sentence in hybrid_moe_error() (per thread). Pointers are borrowed unless said otherwise.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define HYBRID_MOE_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+HYBRID_MOE_API const char * hybrid_moe_error(void);
+
+// Why ggml_backend_init last returned null; empty when it did not.
+HYBRID_MOE_API const char * hybrid_moe_refusal(void);
+
+// The kernels in use ("avx2", ...), what runs the threads ("openmp", "pool"), and the names of all kernels that run
+// here, separated by spaces. The first two are empty before a host has loaded us.
+HYBRID_MOE_API const char * hybrid_moe_isa(void);
+HYBRID_MOE_API const char * hybrid_moe_team(void);
+HYBRID_MOE_API const char * hybrid_moe_available_isas(void);
+
+// {matmuls, token rows, weight bytes, experts by dot, experts by gemm} since the process started.
+HYBRID_MOE_API void hybrid_moe_counters(uint64_t out[5]);
+
+// Expert tables: which bytes of which files stand for a tensor name. A table is used by one load at a time.
+typedef struct hybrid_moe_table hybrid_moe_table;
+
+typedef struct {
+    const char *     name;         // GGUF tensor name
+    int32_t          type;         // hybrid_moe::WeightType
+    int64_t          n_expert, n_rows, k;
+    int32_t          scale_type;   // hybrid_moe::ScaleType; FP8 only
+    int64_t          block_rows, block_k;
+    const int32_t *  code_file;    // [n_expert] numbers from hybrid_moe_table_add_file
+    const uint64_t * code_offset;  // [n_expert]
+    const int32_t *  scale_file;   // [n_expert], FP8 only
+    const uint64_t * scale_offset;
+} hybrid_moe_expert_tensor;
+
+// copied != 0: the load copies the experts' bytes into the tensors; 0: they are used in the files.
+HYBRID_MOE_API hybrid_moe_table * hybrid_moe_table_new(int copied);
+HYBRID_MOE_API int  hybrid_moe_table_add_file(hybrid_moe_table * table, const char * path);
+HYBRID_MOE_API int  hybrid_moe_table_add_tensor(hybrid_moe_table * table, const hybrid_moe_expert_tensor * tensor);
+// Between these two, tensors that this thread's loads create in our buffers are looked up in the table.
+HYBRID_MOE_API void hybrid_moe_load_begin(hybrid_moe_table * table);
+HYBRID_MOE_API int  hybrid_moe_load_end(void);  // number of the table's tensors that were found
+// The files stay mapped while a model uses them.
+HYBRID_MOE_API void hybrid_moe_table_free(hybrid_moe_table * table);
+
+// One product y[m][n_rows] = W x by one kernel of one ISA on this thread, for tests and benchmarks.
+// kernel: 0 dot, 1 gemm. scales: float [grid] for FP8, else null.
+typedef struct {
+    int32_t         type;
+    const uint8_t * codes;
+    int64_t         n_rows, k;
+    const float *   scales;
+    int64_t         block_rows, block_k;
+} hybrid_moe_matrix;
+HYBRID_MOE_API int hybrid_moe_matmul(const char * isa, int kernel, const hybrid_moe_matrix * matrix, int64_t m,
+                                     const float * x, float * y);
+// Decodes the whole matrix to float [n_rows][k].
+HYBRID_MOE_API int hybrid_moe_expand(const char * isa, const hybrid_moe_matrix * matrix, float * out);
+// 1 when a code is NaN, 0 when none is.
+HYBRID_MOE_API int hybrid_moe_has_nan(const char * isa, const uint8_t * codes, size_t n);
+// Empty when a host with that ggml version may load us, else the sentence it would get.
+HYBRID_MOE_API const char * hybrid_moe_judge_version(const char * version);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,190 @@
+// Buffer type and buffers: allocation without commitment, zero copy from the host's mapping, tensors that live elsewhere.
+#include "plugin/buffer.h"
+
+#include "checkpoint/expert_table.h"
+#include "plugin/device.h"
+
+#include <sys/mman.h>
+
+#include <cstring>
+#include <exception>
+#include <map>
+#include <memory>
+
+namespace hybrid_moe {
+namespace {
+
+constexpr size_t alignment = 64;  // ggml's CPU buffers promise no more, and kernels assume none
+
+struct BufferContext {
+    uint8_t * base  = nullptr;
+    size_t    size  = 0;
+    bool      owned = false;
+    // Tensors whose bytes lie in a checkpoint: their own memory stays empty.
+    std::map<const ggml_tensor *, std::unique_ptr<ExpertTensor>> aliases;
+};
+
+BufferContext & context_of(ggml_backend_buffer_t buffer) { return *static_cast<BufferContext *>(buffer->context); }
+
+void free_buffer(ggml_backend_buffer_t buffer) {
+    BufferContext * ctx = &context_of(buffer);
+    if (ctx->owned && ctx->base) munmap(ctx->base, ctx->size);
+    delete ctx;
+}
+
+void * get_base(ggml_backend_buffer_t buffer) { return context_of(buffer).base; }
+
+bool matches(const ggml_tensor * t, const ExpertTensor::Shape & s) {
+    WeightType type;
+    return weight_type_of(t->type, type) && type == s.type && t->ne[0] == s.k && t->ne[1] == s.n_rows &&
+           t->ne[2] == s.n_expert && t->ne[3] == 1;
+}
+
+// Called for every tensor put into a buffer of ours; during a checkpoint load its experts get their aliases here.
+ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
+    const std::shared_ptr<ExpertTable> & table = ExpertTable::loading();
+    if (!table || tensor->view_src) return GGML_STATUS_SUCCESS;
+    try {
+        std::unique_ptr<ExpertTensor> experts = table->bind(tensor->name, static_cast<uint8_t *>(tensor->data));
+        if (!experts) return GGML_STATUS_SUCCESS;
+        if (!matches(tensor, experts->shape())) {
+            host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: tensor '%s' has another shape or type than its checkpoint\n",
+                       tensor->name);
+            return GGML_STATUS_FAILED;
+        }
+        tensor->extra = experts.get();
+        context_of(buffer).aliases[tensor] = std::move(experts);
+        return GGML_STATUS_SUCCESS;
+    } catch (const std::exception & e) {
+        host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: %s\n", e.what());
+        return GGML_STATUS_ALLOC_FAILED;
+    }
+}
+
+bool refuse_write(const ggml_tensor * tensor) {
+    if (!aliased_experts(tensor)) return false;
+    host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: tensor '%s' lies in a checkpoint on disk and cannot be written\n",
+               tensor->name);
+    return true;
+}
+
+void memset_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
+    if (!refuse_write(tensor)) memset(static_cast<uint8_t *>(tensor->data) + offset, value, size);
+}
+
+void set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+    if (!refuse_write(tensor)) memcpy(static_cast<uint8_t *>(tensor->data) + offset, data, size);
+}
+
+void get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
+    const ExpertTensor * experts = aliased_experts(tensor);
+    if (!experts) {
+        memcpy(data, static_cast<const uint8_t *>(tensor->data) + offset, size);
+        return;
+    }
+    const size_t expert_bytes = size_t(experts->shape().n_rows) * experts->shape().row_bytes;
+    uint8_t * to = static_cast<uint8_t *>(data);
+    while (size > 0) {
+        const size_t within = offset % expert_bytes;
+        const size_t n = size < expert_bytes - within ? size : expert_bytes - within;
+        memcpy(to, experts->matrix(int64_t(offset / expert_bytes)).w + within, n);
+        to += n;
+        offset += n;
+        size -= n;
+    }
+}
+
+bool cpy_tensor(ggml_backend_buffer_t, const ggml_tensor * src, ggml_tensor * dst) {
+    if (!src->buffer || !src->buffer->buft->iface.is_host || !src->buffer->buft->iface.is_host(src->buffer->buft)) {
+        return false;
+    }
+    if (aliased_experts(src) || refuse_write(dst)) return false;
+    memcpy(dst->data, src->data, host().ggml_nbytes(src));
+    return true;
+}
+
+void clear(ggml_backend_buffer_t buffer, uint8_t value) {
+    BufferContext & ctx = context_of(buffer);
+    if (ctx.owned && value == 0) {  // fresh anonymous pages are zero already; give used ones back instead of writing
+        madvise(ctx.base, ctx.size, MADV_DONTNEED);
+    } else {
+        memset(ctx.base, value, ctx.size);
+    }
+}
+
+const ggml_backend_buffer_i buffer_interface = {
+    .free_buffer   = free_buffer,
+    .get_base      = get_base,
+    .init_tensor   = init_tensor,
+    .memset_tensor = memset_tensor,
+    .set_tensor    = set_tensor,
+    .get_tensor    = get_tensor,
+    .set_tensor_2d = nullptr,
+    .get_tensor_2d = nullptr,
+    .cpy_tensor    = cpy_tensor,
+    .clear         = clear,
+    .reset         = nullptr,
+};
+
+const char * buffer_type_name(ggml_backend_buffer_type_t) { return device_name; }
+
+ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    auto ctx = std::make_unique<BufferContext>();
+    ctx->size  = size ? size : alignment;
+    ctx->owned = true;
+    // MAP_NORESERVE: the experts of a checkpoint are "allocated" here and never touched.
+    void * p = mmap(nullptr, ctx->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) {
+        host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: %zu MiB of address space for a buffer cannot be had\n", size >> 20);
+        return nullptr;
+    }
+    ctx->base = static_cast<uint8_t *>(p);
+    return host().ggml_backend_buffer_init(buft, buffer_interface, ctx.release(), size);
+}
+
+size_t get_alignment(ggml_backend_buffer_type_t) { return alignment; }
+bool is_host(ggml_backend_buffer_type_t) { return true; }
+
+}  // namespace
+
+ggml_backend_buffer_type_t buffer_type() {
+    static ggml_backend_buffer_type type = {
+        .iface = {
+            .get_name       = buffer_type_name,
+            .alloc_buffer   = alloc_buffer,
+            .get_alignment  = get_alignment,
+            .get_max_size   = nullptr,
+            .get_alloc_size = nullptr,
+            .is_host        = is_host,
+        },
+        .device  = device(),
+        .context = nullptr,
+    };
+    return &type;
+}
+
+ggml_backend_buffer_t buffer_from_host_ptr(void * ptr, size_t size) {
+    auto ctx = std::make_unique<BufferContext>();
+    ctx->base = static_cast<uint8_t *>(ptr);
+    ctx->size = size;
+    return host().ggml_backend_buffer_init(buffer_type(), buffer_interface, ctx.release(), size);
+}
+
+bool is_our_buffer(ggml_backend_buffer_t buffer) { return buffer && buffer->buft == buffer_type(); }
+
+ExpertTensor * aliased_experts(const ggml_tensor * tensor) {
+    return is_our_buffer(tensor->buffer) ? static_cast<ExpertTensor *>(tensor->extra) : nullptr;
+}
+
+bool weight_type_of(ggml_type type, WeightType & out) {
+    switch (type) {
+        case GGML_TYPE_F32:  out = WeightType::f32; return true;
+        case GGML_TYPE_F16:  out = WeightType::f16; return true;
+        case GGML_TYPE_BF16: out = WeightType::bf16; return true;
+        case GGML_TYPE_Q8_0: out = WeightType::q8_0; return true;
+        case GGML_TYPE_I8:   out = WeightType::fp8_e4m3; return true;
+        default:             return false;
+    }
+}
+
+}  // namespace hybrid_moe

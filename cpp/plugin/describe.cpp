@@ -1,0 +1,78 @@
+// What we take of a graph, and how a MUL_MAT_ID node becomes an ExpertMatmul.
+#include "plugin/describe.h"
+
+#include "plugin/buffer.h"
+
+namespace hybrid_moe {
+namespace {
+
+size_t row_bytes_of(WeightType type, int64_t k) { return size_t(k / group_len(type)) * group_bytes(type); }
+
+// Null when the node is a MUL_MAT_ID that we can run, else the reason.
+const char * refusal(const ggml_tensor * node) {
+    const ggml_tensor * w   = node->src[0];
+    const ggml_tensor * x   = node->src[1];
+    const ggml_tensor * ids = node->src[2];
+    if (!w || !x || !ids) return "a source is missing";
+    WeightType type;
+    if (!weight_type_of(w->type, type)) return "no kernel for the weights' type";
+    if (x->type != GGML_TYPE_F32 || node->type != GGML_TYPE_F32) return "activations must be F32";
+    if (ids->type != GGML_TYPE_I32) return "ids must be I32";
+    if (w->ne[3] != 1 || w->ne[0] % group_len(type) != 0) return "the weights' rows are no multiple of their group";
+    if (w->nb[0] != group_bytes(type) || w->nb[1] != row_bytes_of(type, w->ne[0])) return "weight rows must be contiguous";
+    if (x->nb[0] != sizeof(float) || node->nb[0] != sizeof(float)) return "activation rows must be contiguous";
+    if (x->ne[0] != w->ne[0] || x->ne[1] < 1 || ids->ne[1] != x->ne[2]) return "shapes do not match";
+    return nullptr;
+}
+
+}  // namespace
+
+bool takes_op(const ggml_tensor * op) {
+    switch (op->op) {
+        case GGML_OP_NONE:
+        case GGML_OP_RESHAPE:
+        case GGML_OP_VIEW:
+        case GGML_OP_PERMUTE:
+        case GGML_OP_TRANSPOSE:
+            return true;  // nothing to compute
+        case GGML_OP_MUL_MAT_ID:
+            return refusal(op) == nullptr;
+        default:
+            return false;
+    }
+}
+
+const char * describe_matmul(const ggml_tensor * node, ExpertMatmul & out) {
+    if (const char * why = refusal(node)) return why;
+    const ggml_tensor * w   = node->src[0];
+    const ggml_tensor * x   = node->src[1];
+    const ggml_tensor * ids = node->src[2];
+    ExpertWeights & e = out.experts;
+    e.name = w->name;
+    weight_type_of(w->type, e.shape.type);
+    e.shape.n_expert  = w->ne[2];
+    e.shape.n_rows    = w->ne[1];
+    e.shape.k         = w->ne[0];
+    e.shape.row_bytes = w->nb[1];
+    e.base            = static_cast<const uint8_t *>(w->data);
+    e.expert_bytes    = w->nb[2];
+    e.scattered       = aliased_experts(w);
+    if (e.shape.type == WeightType::fp8_e4m3 && !e.scattered) {
+        return "an I8 tensor whose FP8 scales are unknown: load the model through hybrid_moe_ext";
+    }
+    out.n_tokens         = ids->ne[1];
+    out.n_used           = ids->ne[0];
+    out.ids              = static_cast<const uint8_t *>(ids->data);
+    out.ids_token_stride = int64_t(ids->nb[1]);
+    out.ids_slot_stride  = int64_t(ids->nb[0]);
+    out.x                = static_cast<const uint8_t *>(x->data);
+    out.n_x_slots        = x->ne[1];
+    out.x_token_stride   = int64_t(x->nb[2]);
+    out.x_slot_stride    = int64_t(x->nb[1]);
+    out.y                = static_cast<uint8_t *>(node->data);
+    out.y_token_stride   = int64_t(node->nb[2]);
+    out.y_slot_stride    = int64_t(node->nb[1]);
+    return nullptr;
+}
+
+}  // namespace hybrid_moe

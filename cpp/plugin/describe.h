@@ -1,0 +1,16 @@
+// From ggml's graph nodes to the model's words: every check of shapes, types and strides is here.
+#pragma once
+
+#include "moe/expert_matmul.h"
+#include "plugin/host.h"
+
+namespace hybrid_moe {
+
+// Whether a node is ours. During loading and scheduling a weight may have no buffer yet, or an empty one: then op,
+// type and shape decide.
+bool takes_op(const ggml_tensor * op);
+
+// Fills `out` from a MUL_MAT_ID node whose tensors are allocated. Returns null, or what is wrong with it.
+const char * describe_matmul(const ggml_tensor * node, ExpertMatmul & out);
+
+}  // namespace hybrid_moe

@@ -1,0 +1,19 @@
+// The device HybridMoE as ggml sees it: what it is called and which operations it takes.
+#pragma once
+
+#include "plugin/host.h"
+
+namespace hybrid_moe {
+
+constexpr const char * device_name = "HybridMoE";
+
+ggml_backend_dev_t device();
+ggml_backend_reg_t registry();
+
+// A compute instance; several may exist, each with its own thread count.
+ggml_backend_t new_backend();
+
+void set_n_threads(ggml_backend_t backend, int n_threads);
+void set_abort_callback(ggml_backend_t backend, ggml_abort_callback callback, void * data);
+
+}  // namespace hybrid_moe

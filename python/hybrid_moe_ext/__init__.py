@@ -1,0 +1,28 @@
+"""Runs Mixture-of-Experts models in llama.cpp: experts on our back end, FP8 checkpoints as they were released.
+
+    from hybrid_moe_ext import Llama
+    llm = Llama("DeepSeek-V3/", n_ctx=4096)      # or a GGUF
+    print(llm("The licence", max_tokens=32)["choices"][0]["text"])
+"""
+
+from ._native import Counters, Status, counters, library_path, register
+from .errors import CheckpointError, HybridMoeError, OptionError, PluginError, UnsupportedModelError
+from .llama import Llama
+from .options import Options
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "Counters",
+    "HybridMoeError",
+    "Llama",
+    "OptionError",
+    "Options",
+    "PluginError",
+    "Status",
+    "UnsupportedModelError",
+    "counters",
+    "library_path",
+    "register",
+]

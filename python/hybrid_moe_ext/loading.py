@@ -1,0 +1,122 @@
+"""Loads one model into llama.cpp: a GGUF as ever, a Hugging Face directory as a virtual GGUF with experts in place."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llama_cpp.llama_cpp as C
+
+from . import _native, seam
+from .checkpoint import Checkpoint, GgufStream, is_checkpoint_dir, open_checkpoint
+from .errors import CheckpointError, HybridMoeError, PluginError
+from .options import Options
+
+Progress = Callable[[float], None]
+
+# Expert tensors of a directory must come to us wherever their layer lives: their bytes are in no other buffer.
+_EXPERTS = rb"\.ffn_(up|down|gate|gate_up)_exps\."
+
+
+class _BufferOverride(ctypes.Structure):
+    """llama_model_tensor_buft_override"""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
+
+
+class ModelLoader:
+    """One load. After it `error` holds what went wrong in our part, if anything did."""
+
+    def __init__(self, path: str, options: Options, use_mmap: bool, progress: Progress | None):
+        self.error: HybridMoeError | None = None
+        self.loaded = False
+        self._path = path
+        self._options = options
+        self._use_mmap = use_mmap
+        self._progress = progress
+        self._interrupted: BaseException | None = None
+        self.is_directory = is_checkpoint_dir(path)
+        self.checkpoint: Checkpoint | None = open_checkpoint(path) if self.is_directory else None
+        if not self.is_directory:
+            _check_gguf(Path(path))
+
+    def load(self, params: Any) -> Any:
+        """The seam's loader: llama_model_params -> llama_model * or None."""
+        keep = self._watch(params)
+        model = self._load_directory(params) if self.is_directory else seam.load_stock(os.fsencode(self._path), params)
+        del keep
+        if self._interrupted is not None:
+            raise self._interrupted
+        self.loaded = model is not None and self.error is None
+        return model if self.loaded else None
+
+    def _watch(self, params: Any) -> Any:
+        """Progress reports; an exception in one (Ctrl-C too) stops the load and is raised after it."""
+
+        def report(share: float, _: Any) -> bool:
+            try:
+                if self._progress is not None:
+                    self._progress(share)
+                return True
+            except BaseException as error:  # must not cross C
+                self._interrupted = error
+                return False
+
+        callback = C.llama_progress_callback(report)
+        params.progress_callback = callback
+        return callback
+
+    def _load_directory(self, params: Any) -> Any:
+        assert self.checkpoint is not None
+        experts = self.checkpoint.experts
+        overrides = (_BufferOverride * 2)(_BufferOverride(_EXPERTS, _native.buffer_type_handle()))
+        params.load_mode = C.LLAMA_LOAD_MODE_NONE
+        ctypes.cast(ctypes.byref(params, type(params).tensor_buft_overrides.offset), ctypes.POINTER(ctypes.c_void_p))[
+            0
+        ] = ctypes.addressof(overrides)
+        table = _native.ExpertTable(copied=not self._use_mmap)
+        try:
+            for tensor in experts:
+                table.add(tensor)
+            virtual = self.checkpoint.virtual_gguf(self._options.dense_type)
+            with GgufStream(virtual, serve_experts=not self._use_mmap) as stream, table:
+                model = C.llama_model_load_from_file_ptr(stream.file, params)
+                self.error = _as_ours(stream.error)
+        except HybridMoeError as error:
+            self.error = error
+            return None
+        if model is not None and self.error is None and not params.vocab_only and table.n_bound != table.n_tensors:
+            self.error = PluginError(
+                f"{self._path}: {table.n_tensors - table.n_bound} of {table.n_tensors} expert tensors were not placed on "
+                f"{_native.DEVICE}: this host overrides where tensors go, leave such options out"
+            )
+        if model is not None and self.error is not None:
+            C.llama_model_free(model)
+            return None
+        if model is None and self.error is None:
+            self.error = CheckpointError(f"{self._path}: llama.cpp cannot load this checkpoint; verbose=True shows its reasons")
+        return model
+
+
+def _as_ours(error: BaseException | None) -> HybridMoeError | None:
+    if error is None or isinstance(error, HybridMoeError):
+        return error
+    if isinstance(error, OSError):
+        return CheckpointError(f"a file of the checkpoint cannot be read: {error}")
+    raise error
+
+
+def _check_gguf(path: Path) -> None:
+    """Says what a path is when it is no GGUF; llama.cpp would only say that it failed."""
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist: give a GGUF file or a Hugging Face directory")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if magic != b"GGUF":
+        raise CheckpointError(f"{path} is no GGUF file (it begins with {magic!r}): give a GGUF or a Hugging Face directory")

@@ -1,0 +1,77 @@
+"""The options of this package, once: fields, allowed values, environment names and help. Parses nothing else."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .errors import OptionError
+
+ENV_PREFIX = "HYBRID_MOE_"
+
+
+def _option(default: str, choices: tuple[str, ...], help: str) -> Any:
+    return field(default=default, metadata={"choices": choices, "help": help})
+
+
+@dataclass(frozen=True)
+class Options:
+    """What can be chosen. Each field is also an environment variable: HYBRID_MOE_ + its name in capitals."""
+
+    dense_type: str = _option(
+        "bf16", ("bf16", "q8_0", "f32"), "type that a checkpoint's attention and shared weights are loaded as"
+    )
+    isa: str = _option("auto", ("auto", "scalar", "avx2"), "instruction set of the kernels; auto: the best that runs here")
+    team: str = _option("auto", ("auto", "openmp", "pool"), "what runs the threads; auto: the host's OpenMP when it has one")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, choices = getattr(self, f.name), f.metadata["choices"]
+            if value not in choices:
+                raise OptionError(f"{f.name}={value!r} is not possible: choose one of {', '.join(choices)}")
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [f.name for f in fields(cls)]
+
+    @classmethod
+    def describe(cls) -> list[tuple[str, str, tuple[str, ...], str]]:
+        """(name, environment name, choices, help) per option."""
+        return [(f.name, ENV_PREFIX + f.name.upper(), f.metadata["choices"], f.metadata["help"]) for f in fields(cls)]
+
+    @classmethod
+    def resolve(cls, environ: Mapping[str, str] | None = None, **given: str | None) -> Options:
+        """Given values, else the environment's, else the defaults. Raises OptionError for unknown names and values."""
+        environ = os.environ if environ is None else environ
+        _check_environment(environ)
+        chosen = {}
+        for name, env, _, _ in cls.describe():
+            value = given.pop(name, None)
+            if value is None:
+                value = environ.get(env) or None
+            if value is not None:
+                chosen[name] = value
+        if given:
+            raise unknown_option(next(iter(given)), cls.names())
+        return cls(**chosen)
+
+
+# Variables that are not options of a model or kernel but switch on something around them.
+_OTHER_VARIABLES = ("HYBRID_MOE_UNTESTED_HOST",)
+
+
+def _check_environment(environ: Mapping[str, str]) -> None:
+    known = [env for _, env, _, _ in Options.describe()] + list(_OTHER_VARIABLES)
+    for name in environ:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise unknown_option(name, known, "environment variable")
+
+
+def unknown_option(name: str, known: Iterable[str], kind: str = "option") -> OptionError:
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+    return OptionError(f"unknown {kind} {name!r}: {hint}")
