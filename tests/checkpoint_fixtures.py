@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-NUMPY = {"F8_E4M3": "u1", "F8_E5M2": "u1", "U8": "u1", "BF16": "<u2", "F16": "<f2", "F32": "<f4", "I32": "<i4", "F64": "<f8"}
+NUMPY = {"F8_E4M3": "u1", "F8_E5M2": "u1", "U8": "u1", "BF16": "<u2", "F16": "<f2"}
+NUMPY |= {"F32": "<f4", "I32": "<i4", "F64": "<f8"}
 BLOCK = (128, 128)
 
 CONFIG = {
@@ -135,7 +136,9 @@ def is_linear(name: str) -> bool:
     return "_proj" in name and "eh_proj" not in name and name.endswith(".weight")
 
 
-def random_tensors(config: dict, dtype: str, seed: int = 1, scale_dtype: str = "F32") -> dict[str, tuple[str, np.ndarray]]:
+def random_tensors(
+    config: dict, dtype: str, seed: int = 1, scale_dtype: str = "F32"
+) -> dict[str, tuple[str, np.ndarray]]:
     """name -> (safetensors dtype, bits). `dtype` fp8, BF16, F16 or F32; norms near one, the rest near zero."""
     rng = np.random.default_rng(seed)
     tensors: dict[str, tuple[str, np.ndarray]] = {}
@@ -194,11 +197,12 @@ GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "u
 
 
 def tokenizer_json(pair_merges: bool = False) -> dict:
-    """258 + 4 tokens: two specials, the bytes, a few merges and two added tokens behind them."""
+    """258 + 4 tokens: two specials, the bytes, a few merges and two added tokens behind them. (tokenizers numbers added
+    tokens itself, without a gap, whatever the file says.)"""
     tokens = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", *byte_level_alphabet()]
     merges = [["t", "h"], ["th", "e"], ["Ġ", "the"], ["i", "n"]]
     tokens += ["".join(pair) for pair in merges]
-    names = [(0, tokens[0], True), (1, tokens[1], True), (270, "<｜User｜>", False), (271, "<think>", False)]
+    names = [(0, tokens[0], True), (1, tokens[1], True), (262, "<｜User｜>", False), (263, "<think>", False)]
     added = [
         {"id": i, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": not special,
          "special": special}

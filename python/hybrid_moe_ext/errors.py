@@ -1,7 +1,7 @@
 """Every exception this package raises on purpose, and nothing else.
 
     HybridMoeError
-    ├── CheckpointError (ValueError)     a model directory or file that cannot be used: which file, which rule, what to do
+    ├── CheckpointError (ValueError)     a model directory or file that cannot be used
     │   └── UnsupportedModelError        it may be fine, but this version does not know how to run it
     ├── PluginError                      the plug-in library or its host library is missing, too old or refused to work
     └── OptionError (ValueError)         a misspelt option or a value outside its range

@@ -1,10 +1,10 @@
 """Hugging Face MoE checkpoints as they are: opened, checked, and shown to llama.cpp as a GGUF. Public names only.
 
-    checkpoint.py    open_checkpoint: the order of the steps      inventory.py     which tensor is which, all checks
-    config.py        JSON fields with rules, quantisation         dense.py, fp8.py conversion of the dense tensors
-    shards.py        index -> files                               tokenizer.py, pretokenizers.py  vocabulary
-    safetensors.py   one file's header                            virtual_gguf.py  the bytes of the GGUF
-    family.py, families/  what an architecture declares           stream.py        the same as a FILE *
+checkpoint.py    open_checkpoint: the order of the steps      inventory.py     which tensor is which, all checks
+config.py        JSON fields with rules, quantisation         dense.py, fp8.py conversion of the dense tensors
+shards.py        index -> files                               tokenizer.py, pretokenizers.py  vocabulary
+safetensors.py   one file's header                            virtual_gguf.py  the bytes of the GGUF
+family.py, families/  what an architecture declares           stream.py        the same as a FILE *
 """
 
 from .checkpoint import Checkpoint, Summary, is_checkpoint_dir, open_checkpoint

@@ -43,7 +43,15 @@ class Summary:
 class Checkpoint:
     """Everything that the headers can tell has been checked when this exists; no weight has been read."""
 
-    def __init__(self, path: Path, config: dict[str, Any], family: Family, hparams: Any, inventory: Inventory, vocabulary: Vocabulary):
+    def __init__(
+        self,
+        path: Path,
+        config: dict[str, Any],
+        family: Family,
+        hparams: Any,
+        inventory: Inventory,
+        vocabulary: Vocabulary,
+    ):
         self.path = path
         self.config = config
         self.family = family

@@ -36,11 +36,18 @@ class Fields:
         self.prefix = prefix
 
     def fail(self, key: str, rule: str) -> CheckpointError:
-        found = repr(self.values[key]) if key in self.values else "missing"
-        return CheckpointError(f"{self.path}: {self.prefix}{key} is {found}, {rule}: use the config.json of the release")
+        file = self.path.name
+        return CheckpointError(
+            f"{self.path}: {self.prefix}{key} is {self._show(key)}, {rule}: use the release's {file}"
+        )
 
     def unsupported(self, key: str, rule: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self.path}: {self.prefix}{key} is {self.values.get(key)!r}; {rule}")
+        return UnsupportedModelError(f"{self.path}: {self.prefix}{key} is {self._show(key)}; {rule}")
+
+    def _show(self, key: str) -> str:
+        """A found value, cut short: the vocabulary is one too."""
+        text = repr(self.values[key]) if key in self.values else "missing"
+        return text if len(text) <= 80 else text[:77] + "..."
 
     def get(self, key: str, default: Any = _REQUIRED) -> Any:
         """A value, with `null` and absence meaning the default."""
@@ -78,6 +85,12 @@ class Fields:
             raise self.unsupported(key, f"only {' or '.join(map(repr, allowed))} can be run ({why})")
         return value
 
+    def items(self, key: str, default: Any = _REQUIRED) -> list[Any]:
+        value = self.get(key, default)
+        if not isinstance(value, list):
+            raise self.fail(key, "but must be a list")
+        return value
+
     def child(self, key: str) -> Fields | None:
         value = self.values.get(key)
         if value is None:
@@ -106,7 +119,7 @@ def read_quantization(config: Fields) -> Fp8 | None:
         raise fields.unsupported("fmt", remedy)
     block = fields.values.get("weight_block_size")
     if block is None:
-        raise fields.unsupported("weight_block_size", "scales per tensor or per channel are not supported yet; " + remedy)
+        raise fields.unsupported("weight_block_size", "scales per tensor or channel are not supported yet; " + remedy)
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
         raise fields.fail("weight_block_size", "but must be two positive integers [rows, columns]")
     return Fp8((block[0], block[1]))

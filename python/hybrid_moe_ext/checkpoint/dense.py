@@ -1,4 +1,4 @@
-"""One tensor outside the experts: its place in the GGUF, and the conversion of any piece of it. Experts: inventory.py."""
+"""One tensor outside the experts: its place in the GGUF, and the conversion of any piece. Experts: inventory.py."""
 
 from __future__ import annotations
 

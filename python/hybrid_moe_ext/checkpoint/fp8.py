@@ -1,4 +1,4 @@
-"""FP8 arithmetic on the host: E4M3FN codes x block scales, and rounding to BF16. NumPy only, no files of its own layout.
+"""FP8 arithmetic on the host: E4M3FN codes x block scales, rounding to BF16, reading elements. NumPy only.
 
 The experts' codes never pass here: the plug-in computes on them directly. This is for the dense tensors.
 """
@@ -64,7 +64,9 @@ def read_elements(ref: TensorRef, first: int, count: int) -> NDArray:
             while view:
                 n_read = os.preadv(file.fileno(), [view], offset)
                 if n_read == 0:
-                    raise CheckpointError(f"{ref.path}: tensor {ref.name!r} ends early: the file changed, download it again")
+                    raise CheckpointError(
+                        f"{ref.path}: tensor {ref.name!r} ends early: the file has changed, open it again"
+                    )
                 view, offset = view[n_read:], offset + n_read
     except OSError as error:
         raise CheckpointError(f"{ref.path}: tensor {ref.name!r} cannot be read ({error.strerror})") from error
@@ -82,7 +84,7 @@ def read_scale(ref: TensorRef) -> NDArray[np.float32]:
     """All scales of one matrix, [grid rows, grid columns]; they must be finite."""
     scale = to_f32(ref, read_elements(ref, 0, int(np.prod(ref.shape)))).reshape(ref.shape)
     if not np.isfinite(scale).all():
-        raise CheckpointError(f"{ref.path}: scale {ref.name!r} has an infinity or NaN: the file is damaged, download it again")
+        raise CheckpointError(f"{ref.path}: scale {ref.name!r} has an infinity or NaN: download the file again")
     return scale
 
 

@@ -75,7 +75,8 @@ class _Stock:
         allowed = FLOATS + ("F8_E4M3",) if len(shape) == 2 else FLOATS
         if ref.dtype not in allowed:
             raise CheckpointError(
-                f"{ref.path}: tensor {name!r} is {ref.dtype}, but must be {', '.join(allowed)}: get an FP8 or BF16 release"
+                f"{ref.path}: tensor {name!r} is {ref.dtype}, but must be {', '.join(allowed)}:"
+                f" get an FP8 or BF16 release"
             )
         _check_shape(ref, shape, "config.json asks for it")
         if ref.dtype != "F8_E4M3":
@@ -109,7 +110,10 @@ def _check_shape(ref: TensorRef, shape: tuple[int, ...], rule: str) -> None:
         )
 
 
-def take_inventory(directory: Path, family: Family, h: Any, tensors: dict[str, TensorRef], fp8: Fp8 | None) -> Inventory:
+def take_inventory(
+    directory: Path, family: Family, h: Any, tensors: dict[str, TensorRef], fp8: Fp8 | None
+) -> Inventory:
+    """Claims every tensor that the family's rules ask for; what is left over must be ignorable."""
     stock = _Stock(directory, tensors, fp8)
     names = gguf.get_tensor_name_map(family.gguf_arch, h.n_layer)
     dense: list[DenseTensor] = []

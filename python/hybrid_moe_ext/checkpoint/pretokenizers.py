@@ -1,4 +1,4 @@
-"""How text is cut before BPE: the pre_tokenizer of a tokenizer.json -> llama.cpp's name for the same rules. A data table.
+"""How text is cut before BPE: the pre_tokenizer of tokenizer.json -> llama.cpp's name for these rules. A data table.
 
 The name is looked up from the rules themselves, never from the model's name: a wrong one gives other ids silently.
 """
@@ -70,4 +70,4 @@ def _steps(node: Any) -> list[str]:
         pattern = node.get("pattern")
         if isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
             return ["split " + pattern["Regex"]]
-    return [f"{kind} {({key: value for key, value in node.items() if key != 'type'})}"]
+    return [f"{kind} { ({key: value for key, value in node.items() if key != 'type'}) }"]

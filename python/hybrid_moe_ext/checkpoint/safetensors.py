@@ -1,6 +1,6 @@
 """The header of one safetensors file: names, types, shapes and absolute offsets. No tensor bytes are read or kept here.
 
-Strict on purpose: expert bytes are used in place later, so an offset that lies must be caught before anything is mapped.
+Strict on purpose: expert bytes are used in place later, so a wrong offset must be caught before anything is mapped.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_header(path: Path) -> list[TensorRef]:
                 )
             text = file.read(header_bytes)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}): {REDOWNLOAD} or fix its permissions") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}): {REDOWNLOAD}, or fix its rights") from error
     entries = _parse(path, text)
     data_start = 8 + header_bytes
     refs = [_tensor(path, name, entry, data_start) for name, entry in entries.items() if name != "__metadata__"]
@@ -98,7 +98,7 @@ def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorRef:
     n_bytes = offsets[1] - offsets[0]
     expected = math.prod(shape) * DTYPE_BYTES[dtype]
     if n_bytes != expected:
-        raise CheckpointError(f"{where}: {dtype} {shape} needs {expected} bytes, its offsets span {n_bytes}: {REDOWNLOAD}")
+        raise CheckpointError(f"{where}: {dtype} {shape} needs {expected} bytes, but it spans {n_bytes}: {REDOWNLOAD}")
     return TensorRef(name, path, dtype, tuple(shape), data_start + offsets[0], n_bytes)
 
 

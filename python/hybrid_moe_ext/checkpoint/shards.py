@@ -13,7 +13,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_tensors(directory: Path) -> dict[str, TensorRef]:
-    """Every tensor of the checkpoint by its released name. The headers are the truth, the index is checked against them."""
+    """Every tensor of the checkpoint by its released name. The headers are the truth, the index is checked with them."""
     if (directory / SINGLE).exists():  # the order transformers uses
         return _merge([directory / SINGLE])
     if not (directory / INDEX).exists():
@@ -21,7 +21,7 @@ def read_tensors(directory: Path) -> dict[str, TensorRef]:
     index_path = directory / INDEX
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index_path}: no \"weight_map\" object in it: download the file again")
+        raise CheckpointError(f'{index_path}: no "weight_map" object in it: download the file again')
     names = list(dict.fromkeys(weight_map.values()))
     tensors = _merge([_shard_path(directory, index_path, name) for name in names])
     for tensor, shard in weight_map.items():
@@ -37,8 +37,9 @@ def _shard_path(directory: Path, index_path: Path, name: object) -> Path:
     """The index is text from the outside: its names must stay inside. Links are fine, the hub cache is made of them."""
     if not isinstance(name, str) or not name:
         raise CheckpointError(f"{index_path}: shard name {name!r} is not a file name: download the file again")
-    posix, windows = PurePosixPath(name), PureWindowsPath(name)
-    if posix.is_absolute() or windows.drive or windows.root or ".." in posix.parts or ".." in windows.parts or "\0" in name:
+    posix, windows = PurePosixPath(name), PureWindowsPath(name)  # a backslash is no separator here, but never honest
+    is_absolute = posix.is_absolute() or windows.drive or windows.root
+    if is_absolute or ".." in posix.parts or ".." in windows.parts or "\0" in name:
         raise CheckpointError(
             f"{index_path}: shard name {name!r} points outside the directory; only names inside it are followed:"
             f" do not use this checkpoint, or correct the index"

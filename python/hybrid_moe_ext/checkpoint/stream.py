@@ -111,7 +111,7 @@ class GgufStream:
     def __init__(self, virtual: VirtualGguf, serve_experts: bool = False):
         libc = ctypes.CDLL(None, use_errno=True)
         if not hasattr(libc, "fopencookie"):
-            raise HybridMoeError("this C library has no fopencookie, which loading a checkpoint needs: use Linux with glibc")
+            raise HybridMoeError("the C library has no fopencookie, which loading a checkpoint needs: use Linux, glibc")
         libc.fopencookie.restype = ctypes.c_void_p
         libc.fopencookie.argtypes = [ctypes.c_void_p, ctypes.c_char_p, _Functions]
         libc.setvbuf.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]

@@ -1,4 +1,4 @@
-"""tokenizer.json and its neighbours -> the vocabulary a GGUF carries. Byte-level BPE only; the cutting: pretokenizers.py."""
+"""tokenizer.json and its neighbours -> the vocabulary a GGUF carries. Byte-level BPE; the cutting: pretokenizers.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Vocabulary:
 def read_vocabulary(directory: Path, config: Fields, n_vocab: int) -> Vocabulary:
     path = directory / "tokenizer.json"
     if not path.exists():
-        raise CheckpointError(f"{path}: is missing: download it (tiktoken and SentencePiece files alone are not enough)")
+        raise CheckpointError(f"{path}: is missing: download it (tiktoken or SentencePiece files are not enough)")
     root = Fields(path, read_json(path))
     model = _check_model(root)
     settings = _optional(directory / "tokenizer_config.json")
@@ -60,7 +60,7 @@ def read_vocabulary(directory: Path, config: Fields, n_vocab: int) -> Vocabulary
     add_bos, add_eos = (_adds(root, settings, name) for name in ("bos", "eos"))
     eos = _token_ids("eos", ids, settings, (generation, config))
     if not eos:
-        raise CheckpointError(f"{config.path}: no eos_token_id here or in generation_config.json: generation could not end")
+        raise CheckpointError(f"{config.path}: no eos_token_id here or in generation_config.json: nothing would end")
     bos = _token_ids("bos", ids, settings, (config, generation))
     pad = _token_ids("pad", ids, settings, (config, generation))
     if add_bos and not bos:
@@ -107,7 +107,7 @@ def _tokens(root: Fields, model: Fields, n_vocab: int) -> tuple[list[str], list[
     if not isinstance(vocab, dict) or not vocab or not all(type(i) is int for i in vocab.values()):
         raise model.fail("vocab", "but must map tokens to ids")
     by_id: dict[int, tuple[str, TokenType]] = {i: (token, TokenType.NORMAL) for token, i in vocab.items()}
-    for entry in root.get("added_tokens", []):
+    for entry in root.items("added_tokens", []):
         added = Fields(root.path, entry if isinstance(entry, dict) else {}, "added_tokens.")
         token, i = added.get("content"), added.count("id", least=0)
         for key in ("lstrip", "rstrip", "single_word"):
@@ -126,7 +126,7 @@ def _tokens(root: Fields, model: Fields, n_vocab: int) -> tuple[list[str], list[
     if len(set(tokens)) != n_vocab or not all(isinstance(token, str) and token for token in tokens):
         seen: set[str] = set()
         bad = next((t for t in tokens if not isinstance(t, str) or not t or t in seen or seen.add(t)), None)
-        raise CheckpointError(f"{root.path}: token {bad!r} is empty or has two ids: llama.cpp cannot load such a vocabulary")
+        raise CheckpointError(f"{root.path}: token {bad!r} is empty or has two ids, which llama.cpp cannot load")
     return tokens, [kind for _, kind in entries]
 
 
@@ -137,10 +137,11 @@ def _looks_special(token: str) -> bool:
 
 def _merges(path: Path, model: Fields) -> list[str]:
     merges = []
-    for merge in model.get("merges"):
+    for merge in model.items("merges"):
         pair = merge.split(" ") if isinstance(merge, str) else merge
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(p, str) and p and " " not in p for p in pair):
-            raise CheckpointError(f"{path}: merge {merge!r} is not a pair of byte-level tokens: download the file again")
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        if not is_pair or not all(isinstance(half, str) and half and " " not in half for half in pair):
+            raise CheckpointError(f"{path}: merge {merge!r} is not a pair of byte-level tokens: download it again")
         merges.append(f"{pair[0]} {pair[1]}")
     return merges
 
