@@ -1,0 +1,204 @@
+"""The commands of `hybrid-moe` and their flags. What they do is in generate.py and info.py."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .. import __version__
+from ..errors import CheckpointError, OptionError
+from ..info import PARTS, ModelInfo, describe_model
+from ..options import Options
+from .generate import Request, Result
+from .generate import run as generate
+from .terminal import note, set_log, write
+from .threads import default_threads
+
+DEMO_MODEL = "tiny-deepseek-v3-fp8"
+DEMO_PROMPT = "You may reproduce and distribute copies of the"
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Runs Mixture-of-Experts models: GGUF files and Hugging Face directories, FP8 included, as they are.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        write(f"hybrid-moe-ext {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _common(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        write(context.get_help() + "\n")
+        raise typer.Exit(2)
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds a flag per field of Options; the command gets them as one dict, `options`."""
+    described = Options.describe()
+
+    @functools.wraps(command)
+    def wrapper(**given: Any) -> None:
+        options = {name: given.pop(name) for name, *_ in described}
+        command(**given, options=options)
+
+    parameters = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
+    for name, variable, choices, help_text in described:
+        flag = typer.Option("--" + name.replace("_", "-"), metavar="|".join(choices), help=f"{help_text} [{variable}]")
+        annotation = Annotated[str | None, flag]
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    wrapper.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in keywords}
+    del wrapper.__wrapped__  # typer would look through to the command's own signature
+    return wrapper
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file or a Hugging Face directory.")]
+Count = Annotated[int, typer.Option("-n", min=1, help="Tokens to generate at most.")]
+Temp = Annotated[float, typer.Option("--temp", min=0.0, help="Temperature; 0 always takes the likeliest token.")]
+Context = Annotated[
+    int | None, typer.Option("-c", "--ctx", min=1, help="Context length; 4096 by default, or what the model has.")
+]
+Threads = Annotated[
+    int | None, typer.Option("-t", "--threads", min=1, max=512, help="Threads; physical cores by default.")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of text.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show llama.cpp's log.")]
+
+
+@app.command()
+@with_options
+def demo(
+    options: dict[str, str | None],
+    prompt: Annotated[str, typer.Option("-p", "--prompt", help="What to continue.")] = DEMO_PROMPT,
+    n: Count = 64,
+    threads: Threads = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run the bundled model: a tiny DeepSeek-V3 in FP8, trained on licence texts."""
+    model = demo_model()
+    if not as_json:
+        note(f"model: {model}")
+    request = Request(
+        model=str(model), prompt=read_prompt(prompt), n=n, temp=0.0, seed=None, chat=False, n_ctx=None,
+        n_threads=threads or default_threads(), options=options, verbose=verbose,
+    )  # fmt: skip
+    answer(request, as_json)
+
+
+@app.command()
+@with_options
+def run(
+    options: dict[str, str | None],
+    model: Model,
+    prompt: Annotated[str, typer.Option("-p", "--prompt", help="What to continue; - reads it from stdin.")],
+    n: Count = 128,
+    temp: Temp = 0.0,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, max=2**32 - 2, help="For --temp above 0.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")] = False,
+    ctx: Context = None,
+    threads: Threads = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Continue a prompt: the text to stdout as it comes, then speeds and where the experts ran to stderr."""
+    if not math.isfinite(temp):
+        raise OptionError(f"--temp {temp} is not possible: give a number, 0 or greater")
+    request = Request(
+        model=model, prompt=read_prompt(prompt), n=n, temp=temp, seed=seed, chat=chat, n_ctx=ctx,
+        n_threads=threads or default_threads(), options=options, verbose=verbose,
+    )  # fmt: skip
+    answer(request, as_json)
+
+
+@app.command()
+def info(model: Model, as_json: Json = False) -> None:
+    """Architecture, layers, experts, types and sizes per part, and what would run where. Reads headers only."""
+    Options.resolve()  # a misspelt variable is an error here too
+    described = describe_model(model)
+    write(json.dumps(described.as_dict()) + "\n" if as_json else "\n".join(info_lines(described)) + "\n")
+
+
+def answer(request: Request, as_json: bool) -> Result:
+    set_log(request.verbose)
+    result = generate(request, show=(lambda text: None) if as_json else write)
+    if as_json:
+        write(json.dumps(result.as_dict()) + "\n")
+    else:
+        write("\n")
+        for line in result.statistics():
+            note(line)
+    return result
+
+
+def read_prompt(prompt: str) -> str:
+    """`-` is stdin; one newline at its end, which echo and editors add, is dropped."""
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"the prompt on stdin is not UTF-8 ({error})") from error
+
+
+def demo_model() -> Path:
+    """Inside the installed package, or in the source tree next to it."""
+    package = Path(__file__).parent.parent
+    for folder in (package / "models", package.parent.parent / "models"):
+        if (folder / DEMO_MODEL / "config.json").is_file():
+            return folder / DEMO_MODEL
+    raise CheckpointError(f"the bundled model {DEMO_MODEL} is missing: this installation is incomplete, repeat it")
+
+
+def info_lines(model: ModelInfo) -> list[str]:
+    lines = [
+        f"model:        {model.path} ({'Hugging Face directory' if model.format == 'hf' else 'GGUF'})",
+        f"architecture: {model.architecture}, {model.n_layer} layers, trained for {model.n_ctx_train} tokens",
+        f"experts:      {model.n_expert_used} of {model.n_expert} per token"
+        if model.n_expert
+        else "experts:      none, this is not a Mixture-of-Experts model",
+    ]
+    if model.fp8_block:
+        lines.append(f"FP8 blocks:   {model.fp8_block[0]} x {model.fp8_block[1]} weights share a scale")
+    lines.append(f"size:         {size(model.n_bytes)}")
+    for name in PARTS:
+        if name in model.parts:
+            part = model.parts[name]
+            largest_first = sorted(part.types.items(), key=lambda item: -item[1])
+            types = ", ".join(f"{type_} {size(n)}" for type_, n in largest_first)
+            lines.append(f"  {name:<11} {size(part.n_bytes):>9}  on {part.runs_on:<9}  {types}")
+    if model.n_skipped:
+        lines.append(f"not run:      {model.n_skipped} tensors (multi-token prediction)")
+    if model.host_expert_types:
+        kept = ", ".join(model.host_expert_types)
+        lines.append(f"note:         experts of type {kept} stay with the host: there are no kernels for them yet")
+    return lines
+
+
+def size(n_bytes: int) -> str:
+    value, unit = float(n_bytes), "B"
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

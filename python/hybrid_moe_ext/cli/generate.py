@@ -1,0 +1,226 @@
+"""One prompt through one model: loaded, streamed, timed, and where its experts ran, by the plug-in's own count."""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import llama_cpp.llama_cpp as C
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+from .. import Llama, counters
+from .._native import _ggml
+from ..errors import HybridMoeError, OptionError
+from ..info import BOTH, HOST, OURS, ModelInfo, describe_model
+from .terminal import last_errors, progress_bar
+
+DEFAULT_CTX = 4096
+
+
+@dataclass(frozen=True)
+class Result:
+    """Times: prefill ends with the first token, which it includes; decode is the tokens after it."""
+
+    text: str
+    prompt_tokens: int
+    tokens: int
+    finish: str  # "stop": the model ended it, "length": -n reached, "context": no room left
+    load_s: float
+    prefill_tps: float
+    decode_tps: float | None  # None for fewer than two tokens
+    threads: int
+    isa: str
+    team: str
+    device: str  # what computes everything but the experts
+    experts_on: str | None  # "HybridMoE", "host" or "HybridMoE and host"; None: the model has no experts
+    expert_matmuls: int  # expert matrix products that the plug-in computed for this prompt
+    model: str
+    architecture: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def statistics(self) -> list[str]:
+        decode = f"{self.decode_tps:.1f} tokens/s" if self.decode_tps is not None else "too short to time"
+        return [
+            f"prefill: {self.prompt_tokens} tokens, {self.prefill_tps:.1f} tokens/s",
+            f"decode: {max(0, self.tokens - 1)} tokens, {decode}",
+            f"device: {self.device}, {self.threads} thread{'s' if self.threads > 1 else ''}",
+            f"experts: {self._where()}",
+        ]
+
+    def _where(self) -> str:
+        if self.experts_on is None:
+            return "none, this is not a Mixture-of-Experts model"
+        return self.experts_on.replace(OURS, f"{OURS} ({self.isa})")
+
+
+@dataclass(frozen=True)
+class Request:
+    model: str
+    prompt: str
+    n: int
+    temp: float
+    seed: int | None
+    chat: bool
+    n_ctx: int | None  # None: DEFAULT_CTX, or what the model was trained for if that is less
+    n_threads: int
+    options: dict[str, str | None]
+    verbose: bool
+
+
+def run(request: Request, show: Callable[[str], None]) -> Result:
+    """`show` gets the text piece by piece. Raises HybridMoeError for everything that is wrong with the request."""
+    if not request.prompt:
+        raise OptionError("the prompt is empty: give one with -p TEXT, or -p - to read it from stdin")
+    info = describe_model(request.model)
+    n_ctx = context_length(request.n_ctx, info.n_ctx_train)
+    started = time.perf_counter()
+    llm = load(request, n_ctx)
+    try:
+        load_s = time.perf_counter() - started
+        prompt = tokenize(llm, request)
+        if len(prompt) >= n_ctx:
+            raise OptionError(
+                f"the prompt has {len(prompt)} tokens, but a context of {n_ctx} has no room for it and an answer: "
+                f"shorten it, or ask for more with -c (this model has up to {info.n_ctx_train})"
+            )
+        n = min(request.n, n_ctx - len(prompt))
+        llm.set_seed(C.LLAMA_DEFAULT_SEED if request.seed is None else request.seed)
+        before = counters().n_matmuls
+        pieces, times, finish = [], [time.perf_counter()], "length" if n == request.n else "context"
+        try:
+            for text in stream(llm, prompt, n, request.temp, times):
+                pieces.append(text)
+                show(text)
+        except RuntimeError as error:
+            raise HybridMoeError(f"{request.model}: llama.cpp stopped: {error} {last_errors()}") from error
+        matmuls = counters().n_matmuls - before
+        tokens = len(times) - 1
+        if tokens < n:
+            finish = "stop"
+            tokens -= 1  # the end mark
+        return Result(
+            text="".join(pieces),
+            prompt_tokens=len(prompt),
+            tokens=tokens,
+            finish=finish,
+            load_s=load_s,
+            prefill_tps=len(prompt) / (times[1] - times[0]),
+            decode_tps=(len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None,
+            threads=request.n_threads,
+            isa=llm.status.isa,
+            team=llm.status.team,
+            device=device_description(),
+            experts_on=where_experts_ran(info, matmuls),
+            expert_matmuls=matmuls,
+            model=request.model,
+            architecture=info.architecture,
+        )
+    finally:
+        llm.close()
+
+
+def where_experts_ran(info: ModelInfo, matmuls: int) -> str | None:
+    """The plug-in's count decides; the headers only say whether some expert types were the host's besides."""
+    if info.experts_on is None:
+        return None
+    if not matmuls:
+        return HOST
+    return BOTH if info.host_expert_types else OURS
+
+
+def context_length(wanted: int | None, n_ctx_train: int) -> int:
+    """Longer than trained is refused: text decays there, and a typing error would fill the memory with KV cache."""
+    if wanted is None:
+        return min(DEFAULT_CTX, n_ctx_train or DEFAULT_CTX)
+    if wanted > (n_ctx_train or 2**20):
+        raise OptionError(f"-c {wanted} is more than the {n_ctx_train} tokens this model was trained for: ask for less")
+    return wanted
+
+
+def load(request: Request, n_ctx: int) -> Llama:
+    given = {name: value for name, value in request.options.items() if value is not None}
+    with progress_bar("loading") as progress:
+        try:
+            return Llama(
+                request.model,
+                n_ctx=n_ctx,
+                n_threads=request.n_threads,
+                n_threads_batch=request.n_threads,
+                verbose=request.verbose,
+                progress=progress,
+                **given,
+            )
+        except HybridMoeError as error:
+            reasons = last_errors()
+            raise type(error)(f"{error} ({reasons})" if reasons else str(error)) from error
+        except (ValueError, RuntimeError, MemoryError) as error:
+            raise HybridMoeError(
+                f"{request.model}: llama.cpp cannot make a context of {n_ctx} tokens ({error}): "
+                f"try a smaller -c {last_errors()}"
+            ) from error
+
+
+def tokenize(llm: Llama, request: Request) -> list[int]:
+    try:
+        if request.chat:
+            return _apply_template(llm, request.prompt)
+        return list(llm.tokenize(request.prompt.encode(), add_bos=True, special=False))
+    except UnicodeEncodeError as error:
+        raise OptionError("the prompt is not valid UTF-8") from error
+
+
+def _apply_template(llm: Llama, prompt: str) -> list[int]:
+    template = llm.metadata.get("tokenizer.chat_template")
+    if not template:
+        raise OptionError("this model has no chat template: leave out --chat")
+    bos, eos = (_token_text(llm, token) for token in (llm.token_bos(), llm.token_eos()))
+    formatter = Jinja2ChatFormatter(template, eos_token=eos, bos_token=bos)
+    try:
+        text = formatter(messages=[{"role": "user", "content": prompt}]).prompt
+    except Exception as error:  # a template is a program of the model's author
+        raise OptionError(f"the model's chat template fails ({error}): leave out --chat") from error
+    return list(llm.tokenize(text.encode(), add_bos=not (bos and text.startswith(bos)), special=True))
+
+
+def stream(llm: Llama, prompt: list[int], n: int, temp: float, times: list[float]) -> Iterator[str]:
+    """Up to n tokens' text; `times` gets one entry per token, the model's end mark included."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    vocabulary = llm._model.vocab
+    for token in llm.generate(prompt, temp=temp):
+        times.append(time.perf_counter())
+        if C.llama_vocab_is_eog(vocabulary, token):
+            break
+        yield decoder.decode(_piece(vocabulary, token))
+        if len(times) > n:  # asking the generator for more would compute one token too many
+            break
+    yield decoder.decode(b"", final=True)
+
+
+def _piece(vocabulary: Any, token: int) -> bytes:
+    """The bytes of a token; llama-cpp-python's detokenize() loses those of more than 32 bytes."""
+    size = 64
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        n = C.llama_token_to_piece(vocabulary, token, buffer, size, 0, False)
+        if n >= 0:
+            return buffer.raw[:n]
+        size = -n
+
+
+def _token_text(llm: Llama, token: int) -> str:
+    return llm._model.token_get_text(token) if token >= 0 else ""
+
+
+def device_description() -> str:
+    """The CPU as ggml names it; this command puts no layers on GPUs."""
+    handle = _ggml("ggml_backend_dev_by_type", ctypes.c_void_p, [ctypes.c_int])(0)  # GGML_BACKEND_DEVICE_TYPE_CPU
+    if not handle:
+        return "CPU"
+    text = _ggml("ggml_backend_dev_description", ctypes.c_char_p, [ctypes.c_void_p])(handle)
+    return f"CPU ({text.decode('utf-8', 'replace').strip()})"
