@@ -23,7 +23,7 @@ from .terminal import note, set_log, write
 from .threads import default_threads
 
 DEMO_MODEL = "tiny-deepseek-v3-fp8"
-DEMO_PROMPT = "You may reproduce and distribute copies of the"
+DEMO_PROMPT = "The licenses for most software"
 
 app = typer.Typer(
     add_completion=False,

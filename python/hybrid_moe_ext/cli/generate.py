@@ -92,23 +92,20 @@ def run(request: Request, show: Callable[[str], None]) -> Result:
         n = min(request.n, n_ctx - len(prompt))
         llm.set_seed(C.LLAMA_DEFAULT_SEED if request.seed is None else request.seed)
         before = counters().n_matmuls
-        pieces, times, finish = [], [time.perf_counter()], "length" if n == request.n else "context"
+        pieces, progress = [], Timing([time.perf_counter()])
         try:
-            for text in stream(llm, prompt, n, request.temp, times):
+            for text in stream(llm, prompt, n, request.temp, progress):
                 pieces.append(text)
                 show(text)
         except RuntimeError as error:
             raise HybridMoeError(f"{request.model}: llama.cpp stopped: {error} {last_errors()}") from error
         matmuls = counters().n_matmuls - before
-        tokens = len(times) - 1
-        if tokens < n:
-            finish = "stop"
-            tokens -= 1  # the end mark
+        times = progress.times
         return Result(
             text="".join(pieces),
             prompt_tokens=len(prompt),
-            tokens=tokens,
-            finish=finish,
+            tokens=len(times) - 1 - progress.ended,
+            finish="stop" if progress.ended else "length" if n == request.n else "context",
             load_s=load_s,
             prefill_tps=len(prompt) / (times[1] - times[0]),
             decode_tps=(len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None,
@@ -188,16 +185,25 @@ def _apply_template(llm: Llama, prompt: str) -> list[int]:
     return list(llm.tokenize(text.encode(), add_bos=not (bos and text.startswith(bos)), special=True))
 
 
-def stream(llm: Llama, prompt: list[int], n: int, temp: float, times: list[float]) -> Iterator[str]:
-    """Up to n tokens' text; `times` gets one entry per token, the model's end mark included."""
+@dataclass
+class Timing:
+    """Filled while a text is generated."""
+
+    times: list[float]  # start, then one per token, the model's end mark included
+    ended: bool = False  # by that mark
+
+
+def stream(llm: Llama, prompt: list[int], n: int, temp: float, timing: Timing) -> Iterator[str]:
+    """Up to n tokens' text, piece by piece; a piece is empty while a character is incomplete."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     vocabulary = llm._model.vocab
     for token in llm.generate(prompt, temp=temp):
-        times.append(time.perf_counter())
+        timing.times.append(time.perf_counter())
         if C.llama_vocab_is_eog(vocabulary, token):
+            timing.ended = True
             break
         yield decoder.decode(_piece(vocabulary, token))
-        if len(times) > n:  # asking the generator for more would compute one token too many
+        if len(timing.times) > n:  # asking the generator for more would compute one token too many
             break
     yield decoder.decode(b"", final=True)
 
