@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import checkpoint_fixtures as fx
 import numpy as np
 import pytest
-
 from hybrid_moe_ext.checkpoint import open_checkpoint
 from hybrid_moe_ext.errors import CheckpointError, OptionError, UnsupportedModelError
 
@@ -393,6 +394,40 @@ def test_tokenizer_that_cannot_be_carried(tmp_path, changes, words):
     assert "tokenizer.json" in str(caught.value) and all(word in str(caught.value) for word in words), caught.value
 
 
+# --- anything, anywhere
+
+
+def places(value: object, at: tuple = ()) -> list[tuple]:
+    """Paths to the nodes of a JSON value; of long objects and lists only the first few."""
+    found = [at]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    limit = 3 if at[-1:] in (("vocab",), ("merges",), ("weight_map",)) else 50
+    for key, child in list(items)[:limit]:
+        found += places(child, (*at, key))
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["config", "tokenizer", "tokenizer_config", "generation_config", "model.safetensors.index"]
+)
+def test_any_node_replaced(tmp_path, name):
+    """Whatever stands where: it opens, or CheckpointError; never another exception."""
+    fx.write_checkpoint(tmp_path)
+    fx.write_json(tmp_path / "generation_config.json", {"eos_token_id": [1], "bos_token_id": 0})
+    path = tmp_path / f"{name}.json"
+    good = path.read_text(encoding="utf-8")
+    for at in places(json.loads(good)):
+        for replacement in (None, -1, "x", {}, [[]]):
+            value = {"": json.loads(good)}
+            node: Any = value
+            for key in ("", *at)[:-1]:
+                node = node[key]
+            node[("", *at)[-1]] = replacement
+            fx.write_json(path, value[""])
+            with contextlib.suppress(CheckpointError):
+                open_checkpoint(tmp_path)
+
+
 # --- what only reading can tell
 
 
@@ -409,7 +444,7 @@ def test_scale_that_is_not_finite(tmp_path, tensors, value):
     tensors[GATE + "_scale_inv"][1][1, 0] = value
     fx.write_checkpoint(tmp_path, tensors=tensors)
     checkpoint = open_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="o_proj.*NaN"):
+    with pytest.raises(CheckpointError, match=r"o_proj.*NaN"):
         checkpoint.virtual_gguf().write(tmp_path / "out.gguf")
     experts = next(tensor for tensor in checkpoint.experts if tensor.name == "blk.1.ffn_gate_exps.weight")
     with pytest.raises(CheckpointError, match=r"experts\.2\.gate_proj.*NaN"):
@@ -426,5 +461,5 @@ def test_file_cut_after_opening(tmp_path):
 
 def test_unknown_dense_type(tmp_path):
     fx.write_checkpoint(tmp_path)
-    with pytest.raises(OptionError, match="q4_0.*bf16"):
+    with pytest.raises(OptionError, match=r"q4_0.*bf16"):
         open_checkpoint(tmp_path).virtual_gguf("q4_0")

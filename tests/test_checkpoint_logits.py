@@ -10,7 +10,6 @@ import checkpoint_fixtures as fx
 import checkpoint_host as host
 import numpy as np
 import pytest
-
 from hybrid_moe_ext.checkpoint import GgufStream, open_checkpoint
 from hybrid_moe_ext.errors import CheckpointError
 

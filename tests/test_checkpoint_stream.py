@@ -9,7 +9,6 @@ import os
 import checkpoint_fixtures as fx
 import numpy as np
 import pytest
-
 from hybrid_moe_ext.checkpoint import ExpertTensor, GgufStream, open_checkpoint
 from hybrid_moe_ext.errors import CheckpointError
 

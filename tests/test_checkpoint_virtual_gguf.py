@@ -1,4 +1,4 @@
-"""The virtual GGUF's bytes against the released tensors: every tensor, every dense type, any piece. No llama.cpp here."""
+"""The virtual GGUF's bytes against the released tensors: every tensor, every dense type, any piece. No llama.cpp."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import checkpoint_fixtures as fx
 import gguf
 import numpy as np
 import pytest
-
 from hybrid_moe_ext.checkpoint import TensorRef, is_checkpoint_dir, open_checkpoint
 from hybrid_moe_ext.checkpoint.fp8 import E4M3, f32_to_bf16
 
@@ -77,7 +76,7 @@ def expected_tensors(tensors: dict) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("dense_type", ["bf16", "q8_0", "f32"])
 def test_every_tensor(model, dense_type, tmp_path):
-    directory, tensors, dtype = model
+    directory, tensors, _ = model
     open_checkpoint(directory).virtual_gguf(dense_type).write(tmp_path / "model.gguf")
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
     expected = expected_tensors(tensors)

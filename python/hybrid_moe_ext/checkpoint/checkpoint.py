@@ -66,7 +66,8 @@ class Checkpoint:
 
     @property
     def block(self) -> tuple[int, int] | None:
-        return next((tensor.block for tensor in (*self.experts, *self.dense) if tensor.block), None)
+        blocks = [tensor.block for tensor in self.experts] + [tensor.block for tensor in self.dense]
+        return next((block for block in blocks if block), None)
 
     def virtual_gguf(self, dense_type: str = "bf16") -> VirtualGguf:
         """The model as a GGUF; `dense_type` (bf16, q8_0 or f32) is the type of all matrices but the experts."""
@@ -104,12 +105,12 @@ class Checkpoint:
         )
 
 
-def is_checkpoint_dir(path: str | os.PathLike) -> bool:
+def is_checkpoint_dir(path: str | os.PathLike[str]) -> bool:
     """Whether a path is to be opened as a Hugging Face directory; a file is a GGUF."""
     return Path(path).is_dir()
 
 
-def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Reads config, tokenizer and tensor headers and checks them against each other. Raises CheckpointError."""
     directory = Path(path)
     if not directory.is_dir():

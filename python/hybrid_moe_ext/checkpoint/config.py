@@ -57,17 +57,17 @@ class Fields:
         return default if value is None else value
 
     def count(self, key: str, least: int = 1, most: int = 2**31 - 1, default: Any = _REQUIRED) -> int:
-        value = self.get(key, default)
+        value: Any = self.get(key, default)
         if value is default:
-            return value
+            return default  # type: ignore[no-any-return]
         if type(value) is not int or not least <= value <= most:
             raise self.fail(key, f"but must be an integer from {least} to {most}")
         return value
 
     def number(self, key: str, above: float = 0.0, default: Any = _REQUIRED) -> float:
-        value = self.get(key, default)
+        value: Any = self.get(key, default)
         if value is default:
-            return value
+            return default  # type: ignore[no-any-return]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= above:
             raise self.fail(key, f"but must be a number greater than {above:g}")
         return float(value)
@@ -83,6 +83,12 @@ class Fields:
         value = self.get(key, default)
         if value is not default and not any(type(value) is type(a) and value == a for a in allowed):
             raise self.unsupported(key, f"only {' or '.join(map(repr, allowed))} can be run ({why})")
+        return value
+
+    def text(self, key: str, default: Any = _REQUIRED) -> str:
+        value: Any = self.get(key, default)
+        if not isinstance(value, str) and value is not default:
+            raise self.fail(key, "but must be text")
         return value
 
     def items(self, key: str, default: Any = _REQUIRED) -> list[Any]:

@@ -56,7 +56,7 @@ class DenseTensor:
 
     def n_bytes(self, out: Type) -> int:
         n_per_block, block_bytes = gguf.GGML_QUANT_SIZES[out]
-        return math.prod(self.shape) // n_per_block * block_bytes
+        return math.prod(self.shape) // int(n_per_block) * int(block_bytes)
 
     def convert(self, out: Type, first: int, end: int, step: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """(unit, bytes from this unit on as they stand in the GGUF) for units [first, end), `step` at a time."""
@@ -76,7 +76,7 @@ class DenseTensor:
             yield unit, data.reshape(-1).view(np.uint8)
 
     def _is_as_stored(self, out: Type) -> bool:
-        return self.source.dtype == out.name
+        return bool(self.source.dtype == out.name)
 
     def _values(self, first: int, count: int, scale: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """Units as float32, contiguous, last axis = GGUF row."""

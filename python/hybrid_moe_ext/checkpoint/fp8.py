@@ -6,6 +6,7 @@ The experts' codes never pass here: the plug-in computes on them directly. This 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,12 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError
 from .safetensors import TensorRef
 
-NUMPY_DTYPE = {"F8_E4M3": np.dtype("u1"), "BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
+    "F8_E4M3": np.dtype("u1"),
+    "BF16": np.dtype("<u2"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+}
 
 
 def _e4m3_table() -> NDArray[np.float32]:
@@ -53,11 +59,11 @@ def f32_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return bits.astype(np.uint16)
 
 
-def read_elements(ref: TensorRef, first: int, count: int) -> NDArray:
+def read_elements(ref: TensorRef, first: int, count: int) -> NDArray[Any]:
     """Elements [first, first + count) of a tensor's flat bytes, in the file's own type."""
     dtype = NUMPY_DTYPE[ref.dtype]
     data = np.empty(count, dtype)
-    view = memoryview(data).cast("B")
+    view = data.data.cast("B")
     offset = ref.offset + first * dtype.itemsize
     try:
         with open(ref.path, "rb", buffering=0) as file:
@@ -73,7 +79,7 @@ def read_elements(ref: TensorRef, first: int, count: int) -> NDArray:
     return data
 
 
-def to_f32(ref: TensorRef, data: NDArray) -> NDArray[np.float32]:
+def to_f32(ref: TensorRef, data: NDArray[Any]) -> NDArray[np.float32]:
     """A fresh float32 array of BF16, F16 or F32 elements."""
     if ref.dtype == "BF16":
         return bf16_to_f32(data)

@@ -72,7 +72,7 @@ class _Stock:
         ref = self.tensors.pop(name, None)
         if ref is None:
             raise CheckpointError(f"{self.directory}: tensor {name!r} is missing: download the checkpoint again")
-        allowed = FLOATS + ("F8_E4M3",) if len(shape) == 2 else FLOATS
+        allowed = (*FLOATS, "F8_E4M3") if len(shape) == 2 else FLOATS
         if ref.dtype not in allowed:
             raise CheckpointError(
                 f"{ref.path}: tensor {name!r} is {ref.dtype}, but must be {', '.join(allowed)}:"
@@ -98,7 +98,7 @@ class _Stock:
         if scale.dtype not in SCALE_DTYPES:
             raise CheckpointError(f"{scale.path}: scale {scale.name!r} is {scale.dtype}, but must be F32 or BF16")
         rule = f"one scale per block of {self.fp8.block[0]}x{self.fp8.block[1]}"
-        _check_shape(scale, grid_shape(*ref.shape, self.fp8.block), rule)
+        _check_shape(scale, grid_shape(ref.shape[0], ref.shape[1], self.fp8.block), rule)
         return scale
 
 
@@ -146,7 +146,7 @@ def _gguf_name(names: gguf.TensorNameMap, name: str) -> str:
     name = re.sub(r"\.e_score_correction_bias$", ".e_score_correction.bias", name)
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, f"gguf has no name for {name}"  # a mistake in a family's declarations
-    return found
+    return str(found)
 
 
 def _dense(stock: _Stock, names: gguf.TensorNameMap, prefix: str, name: str, rule: Rule) -> list[DenseTensor]:

@@ -10,6 +10,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeGuard
 
 from ..errors import CheckpointError
 
@@ -66,8 +67,8 @@ def read_header(path: Path) -> list[TensorRef]:
     return refs
 
 
-def _parse(path: Path, text: bytes) -> dict:
-    def unique(pairs: list[tuple[str, object]]) -> dict:
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries = dict(pairs)
         if len(entries) != len(pairs):
             names = [name for name, _ in pairs]
@@ -102,7 +103,7 @@ def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorRef:
     return TensorRef(name, path, dtype, tuple(shape), data_start + offsets[0], n_bytes)
 
 
-def _is_counts(values: object) -> bool:
+def _is_counts(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 

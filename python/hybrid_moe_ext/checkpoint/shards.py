@@ -13,7 +13,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_tensors(directory: Path) -> dict[str, TensorRef]:
-    """Every tensor of the checkpoint by its released name. The headers are the truth, the index is checked with them."""
+    """Every tensor of the checkpoint by its released name. The headers are the truth; the index must agree."""
     if (directory / SINGLE).exists():  # the order transformers uses
         return _merge([directory / SINGLE])
     if not (directory / INDEX).exists():
@@ -22,8 +22,8 @@ def read_tensors(directory: Path) -> dict[str, TensorRef]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f'{index_path}: no "weight_map" object in it: download the file again')
-    names = list(dict.fromkeys(weight_map.values()))
-    tensors = _merge([_shard_path(directory, index_path, name) for name in names])
+    shards = {str(name): _shard_path(directory, index_path, name) for name in weight_map.values()}
+    tensors = _merge(list(shards.values()))
     for tensor, shard in weight_map.items():
         if tensor not in tensors:
             raise CheckpointError(

@@ -62,7 +62,7 @@ class _Cookie:
             if isinstance(region.tensor, ExpertTensor) and not self.serve_experts:
                 self.copied_expert_bytes += n
             else:
-                out = np.frombuffer((ctypes.c_uint8 * n).from_address(address), np.uint8)
+                out = np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(address))
                 n = self._from_window(region, out)
             self.position += n
             return n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def _tokens(root: Fields, model: Fields, n_vocab: int) -> tuple[list[str], list[
     by_id: dict[int, tuple[str, TokenType]] = {i: (token, TokenType.NORMAL) for token, i in vocab.items()}
     for entry in root.items("added_tokens", []):
         added = Fields(root.path, entry if isinstance(entry, dict) else {}, "added_tokens.")
-        token, i = added.get("content"), added.count("id", least=0)
+        token, i = added.text("content"), added.count("id", least=0)
         for key in ("lstrip", "rstrip", "single_word"):
             added.only(key, (False,), f"token {token!r}; GGUF cannot express it", default=False)
         control = added.flag("special", default=False) or _looks_special(token)
@@ -123,16 +124,16 @@ def _tokens(root: Fields, model: Fields, n_vocab: int) -> tuple[list[str], list[
     padding = ((f"[PAD{i}]", TokenType.UNUSED) for i in range(n_vocab))
     entries = [by_id.get(i, pad) for i, pad in enumerate(padding)]
     tokens = [token for token, _ in entries]
-    if len(set(tokens)) != n_vocab or not all(isinstance(token, str) and token for token in tokens):
-        seen: set[str] = set()
-        bad = next((t for t in tokens if not isinstance(t, str) or not t or t in seen or seen.add(t)), None)
+    if len(set(tokens)) != n_vocab or "" in tokens:
+        counts = Counter(tokens)
+        bad = next(token for token in tokens if not token or counts[token] > 1)
         raise CheckpointError(f"{root.path}: token {bad!r} is empty or has two ids, which llama.cpp cannot load")
     return tokens, [kind for _, kind in entries]
 
 
 def _looks_special(token: str) -> bool:
-    """Some releases forget the flag, e.g. DeepSeek's <｜User｜>; llama.cpp's converter decides the same way."""
-    return (token.startswith("<|") and token.endswith("|>")) or (token.startswith("<｜") and token.endswith("｜>"))
+    """<|...|> with either bar. Releases forget the flag (DeepSeek's User token); llama.cpp's converter looks too."""
+    return any(token.startswith("<" + bar) and token.endswith(bar + ">") for bar in ("|", "\uff5c"))
 
 
 def _merges(path: Path, model: Fields) -> list[str]:
@@ -160,7 +161,7 @@ def _token_ids(name: str, ids: dict[str, int], settings: Fields, configs: tuple[
     text = token.get("content") if isinstance(token, dict) else token
     if text is None:
         return []
-    if text not in ids:
+    if not isinstance(text, str) or text not in ids:
         raise settings.fail(f"{name}_token", "but tokenizer.json has no such token")
     return [ids[text]]
 
@@ -169,12 +170,16 @@ def _adds(root: Fields, settings: Fields, name: str) -> bool:
     """tokenizer_config.json decides; without its word the post-processor's template does."""
     if settings.values.get(f"add_{name}_token") is not None:
         return settings.flag(f"add_{name}_token")
-    processor: Any = root.values.get("post_processor") or {}
-    nested = processor.get("processors") or [processor]
-    template = next((p.get("single") for p in nested if p.get("type") == "TemplateProcessing"), None)
-    if not template:
+    processor = root.child("post_processor")
+    nested = [] if processor is None else processor.items("processors", [processor.values])
+    template = next((p.get("single") for p in nested if _is_template(p)), None)
+    if not isinstance(template, list) or not template:
         return False
     return "SpecialToken" in template[0 if name == "bos" else -1]
+
+
+def _is_template(processor: Any) -> bool:
+    return isinstance(processor, dict) and processor.get("type") == "TemplateProcessing"
 
 
 def _chat_template(directory: Path, settings: Fields) -> str | None:
@@ -184,7 +189,8 @@ def _chat_template(directory: Path, settings: Fields) -> str | None:
     for fields in (settings, _optional(directory / "chat_template.json")):
         template = fields.values.get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = next((t.get("template") for t in template if t.get("name") == "default"), None)
+            named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+            template = named[0].get("template") if named else None
         if isinstance(template, str):
             return template
         if template is not None:

@@ -53,7 +53,8 @@ class VirtualGguf:
             raise OptionError(f"dense_type {dense_type!r} is not known: choose {', '.join(DENSE_TYPES)}")
         self.dense_type = dense_type
         self.experts = experts
-        tensors = [(t, t.out_type(dense_type)) for t in dense] + [(t, t.ggml_type) for t in experts]
+        tensors: list[tuple[DenseTensor | ExpertTensor, Type]] = [(t, t.out_type(dense_type)) for t in dense]
+        tensors += [(t, t.ggml_type) for t in experts]
         self._header = _header(write_metadata, architecture, tensors)
         self.regions = [Region(0, len(self._header), None)]
         offset = len(self._header)
@@ -105,7 +106,7 @@ class VirtualGguf:
             done += n
         return n_left
 
-    def write(self, path: str | os.PathLike) -> None:
+    def write(self, path: str | os.PathLike[str]) -> None:
         """A real GGUF file, experts included. Experts in FP8 become I8 codes; their scales are not in the file."""
         with open(path, "wb") as file:
             for region in self.regions:
@@ -113,7 +114,7 @@ class VirtualGguf:
                     out = np.empty(min(WRITE_BYTES, region.n_bytes - first), np.uint8)
                     self._fill(region, first, out)
                     file.seek(region.start + first)
-                    file.write(out)
+                    file.write(out.data)
             file.truncate(self.size)
 
     def _fill(self, region: Region, first: int, out: NDArray[np.uint8]) -> None:
