@@ -3,6 +3,7 @@
 
 #include "checkpoint/expert_table.h"
 #include "moe/expert_matmul.h"
+#include "plugin/device.h"
 #include "plugin/host.h"
 #include "plugin/settings.h"
 #include "threads/team.h"
@@ -69,6 +70,12 @@ bool to_matrix(const hybrid_moe_matrix & in, ExpertMatrix & out) {
 
 const char * hybrid_moe_error(void) { return error_sentence.c_str(); }
 const char * hybrid_moe_refusal(void) { return refusal_sentence().c_str(); }
+const char * hybrid_moe_take_failure(void) {
+    thread_local std::string sentence;
+    sentence = take_failure();
+    return sentence.c_str();
+}
+
 const char * hybrid_moe_isa(void) { return settings().kernels ? settings().kernels->name : ""; }
 const char * hybrid_moe_team(void) { return settings().kernels ? team_provider() : ""; }
 

@@ -13,6 +13,9 @@ ggml_backend_reg_t registry();
 // A compute instance; several may exist, each with its own thread count.
 ggml_backend_t new_backend();
 
+// The sentence of the last graph of this thread that failed, once; else empty.
+std::string take_failure();
+
 void set_n_threads(ggml_backend_t backend, int n_threads);
 void set_abort_callback(ggml_backend_t backend, ggml_abort_callback callback, void * data);
 

@@ -83,6 +83,7 @@ SCALE_TYPES = {"F32": 0, "BF16": 1}
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "hybrid_moe_error": (ctypes.c_char_p, []),
     "hybrid_moe_refusal": (ctypes.c_char_p, []),
+    "hybrid_moe_take_failure": (ctypes.c_char_p, []),
     "hybrid_moe_isa": (ctypes.c_char_p, []),
     "hybrid_moe_team": (ctypes.c_char_p, []),
     "hybrid_moe_available_isas": (ctypes.c_char_p, []),
@@ -104,7 +105,9 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 def library_path() -> Path:
-    """The plug-in file, for hosts that load back ends by path (GGML_BACKEND_PATH)."""
+    """The plug-in file, for hosts that load back ends by path (GGML_BACKEND_PATH). HYBRID_MOE_LIBRARY names another build."""
+    if other := os.environ.get("HYBRID_MOE_LIBRARY"):
+        return Path(other)
     return Path(__file__).parent / "lib" / "libggml-hybrid-moe.so"
 
 

@@ -57,6 +57,11 @@ class Llama(llama_cpp.Llama):
                 raise
             raise CheckpointError(f"{path}: llama.cpp cannot load this file: {error}; verbose=True shows its reasons") from error
         self.checkpoint = loader.checkpoint
+        seam.explain_decode(self._ctx, self._explain)
+
+    def _explain(self, error: RuntimeError) -> Exception:
+        reason = _native.library().hybrid_moe_take_failure().decode("utf-8", "replace")
+        return CheckpointError(f"{self.model_path}: {reason}") if reason else error
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | self._our_options

@@ -59,8 +59,8 @@ class Options:
         return cls(**chosen)
 
 
-# Variables that are not options of a model or kernel but switch on something around them.
-_OTHER_VARIABLES = ("HYBRID_MOE_UNTESTED_HOST",)
+# Variables that are no options of a model: a host newer than tried, and another build of the plug-in.
+_OTHER_VARIABLES = ("HYBRID_MOE_UNTESTED_HOST", "HYBRID_MOE_LIBRARY")
 
 
 def _check_environment(environ: Mapping[str, str]) -> None:

@@ -39,6 +39,19 @@ def loading_by(loader: Loader) -> Iterator[None]:
         _thread.loader = None
 
 
+def explain_decode(context: Any, explain: Callable[[RuntimeError], Exception]) -> None:
+    """Lets a LlamaContext's decode raise what `explain` makes of "llama_decode returned -3"."""
+    decode = context.decode
+
+    def decode_or_explain(batch: Any) -> None:
+        try:
+            decode(batch)
+        except RuntimeError as error:
+            raise explain(error) from error
+
+    context.decode = decode_or_explain
+
+
 def load_stock(path: bytes, params: Any) -> Any:
     """What llama-cpp-python would have called."""
     return _original(path, params)

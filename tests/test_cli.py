@@ -1,0 +1,308 @@
+"""The command `hybrid-moe` as its users call it: exit codes, what is on stdout and stderr, and no tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkpoint_fixtures import write_checkpoint
+
+import hybrid_moe_ext
+from hybrid_moe_ext.cli.threads import count_cores, cpu_quota, default_threads
+from hybrid_moe_ext.options import Options
+
+COMMAND = [sys.executable, "-c", "from hybrid_moe_ext.cli import main; main()"]
+README = Path(__file__).parent.parent / "README.md"
+MODEL_CONTEXT = 512  # of checkpoint_fixtures' models
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "fp8"
+    write_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def gguf_model(model) -> Path:
+    path = model.parent / "f32.gguf"
+    bf16 = model.parent / "bf16"
+    write_checkpoint(bf16, "BF16")
+    from hybrid_moe_ext.checkpoint import open_checkpoint
+
+    open_checkpoint(bf16).virtual_gguf("f32").write(path)
+    return path
+
+
+def call(*arguments: object, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], input=stdin, capture_output=True, timeout=120, env=os.environ | environment
+    )
+
+
+def refusal(*arguments: object, **more) -> str:
+    """The one line that wrong input gets."""
+    done = call(*arguments, **more)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == b""
+    assert done.stderr.count(b"\n") == 1, done.stderr
+    assert done.stderr.startswith(b"error: ")
+    return done.stderr.decode()
+
+
+@pytest.mark.parametrize("kind", ["model", "gguf_model"])
+def test_run_streams_text_and_reports_where_experts_ran(kind, request):
+    done = call("run", request.getfixturevalue(kind), "-p", "the", "-n", 5, "--isa", "scalar")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(b"\n")
+    lines = done.stderr.decode().splitlines()  # nothing of llama.cpp's log, no progress bar
+    assert [line.split(":")[0] for line in lines] == ["prefill", "decode", "device", "experts"]
+    assert lines[3] == "experts: HybridMoE (scalar)"
+    assert re.fullmatch(r"prefill: \d+ tokens, [\d.]+ tokens/s", lines[0])
+    assert re.fullmatch(r"decode: 4 tokens, [\d.]+ tokens/s", lines[1])
+
+
+def test_json_is_one_object_and_counts_expert_products(model):
+    done = call("run", model, "-p", "the", "-n", 3, "-t", 1, "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == b""
+    result = json.loads(done.stdout)
+    assert result["tokens"] == 3 and result["finish"] == "length" and result["threads"] == 1
+    assert result["prompt_tokens"] == 2  # BOS, "the"
+    assert result["experts_on"] == "HybridMoE"
+    assert result["expert_matmuls"] == 3 * 2 * 3  # passes x MoE layers x projections: no pass too many
+    assert result["prefill_tps"] > 0 and result["decode_tps"] > 0
+
+
+def test_same_text_streamed_and_as_json(model):
+    arguments = "run", model, "-p", "in the", "-n", 12, "-t", 1
+    streamed = call(*arguments).stdout.decode()
+    assert streamed == json.loads(call(*arguments, "--json").stdout)["text"] + "\n"
+
+
+def test_seed_decides_a_sampled_text(model):
+    def sample(seed: int) -> str:
+        return json.loads(call("run", model, "-p", "a", "-n", 16, "--temp", 1, "--seed", seed, "--json").stdout)["text"]
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_prompt_from_stdin_loses_one_newline(model):
+    def n_tokens(stdin: bytes) -> int:
+        done = call("run", model, "-p", "-", "-n", 1, "--json", stdin=stdin)
+        return json.loads(done.stdout)["prompt_tokens"]
+
+    assert n_tokens(b"abc") == n_tokens(b"abc\n") == n_tokens(b"abc\n\n") - 1
+
+
+def test_chat_applies_the_template(tmp_path, model):
+    def n_tokens(*flags: str) -> int:
+        return json.loads(call("run", tmp_path, "-p", "ab", "-n", 1, "--json", *flags).stdout)["prompt_tokens"]
+
+    write_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ bos_token }}<{% for m in messages %}{{ m['content'] }}{% endfor %}>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert n_tokens("--chat") == n_tokens() + 2  # < and >; BOS once
+    del config["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert "no chat template" in refusal("run", tmp_path, "-p", "ab", "--chat")
+
+
+def test_text_stops_when_the_context_is_full(model):
+    done = call("run", model, "-p", "abcdefg", "-c", 12, "--temp", 1, "--seed", 5, "--json")
+    result = json.loads(done.stdout)
+    assert result["prompt_tokens"] + result["tokens"] <= 12
+    assert result["finish"] == "context"
+
+
+def test_verbose_shows_the_log(model):
+    assert b"llama_model_loader" in call("run", model, "-p", "a", "-n", 1, "--verbose").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--fo"], "--fo"),
+        (["-n", "0"], "-n"),
+        (["-n", "-3"], "-n"),
+        (["-n", "many"], "-n"),
+        (["--temp", "-1"], "--temp"),
+        (["--temp", "nan"], "--temp"),
+        (["--temp", "inf"], "--temp inf"),
+        (["-t", "0"], "--threads"),
+        (["-c", "0"], "--ctx"),
+        (["-c", str(MODEL_CONTEXT + 1)], f"trained for: ask for less"),
+        (["-c", str(10**12)], "trained for"),
+        (["-p", ""], "the prompt is empty"),
+        (["-p", "a" * 40, "-c", "20"], "the prompt has 41 tokens, but a context of 20"),
+        (["-p", b"\xff"], "not valid UTF-8"),
+        (["--isa", "avx3"], "choose one of auto"),
+        (["--dense-type", "q3"], "choose one of bf16"),
+    ],
+)
+def test_bad_flags_get_one_line(model, arguments, expected):
+    prompt = [] if "-p" in arguments else ["-p", "a"]
+    done = subprocess.run([*COMMAND, "run", model, *prompt, *arguments], capture_output=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == b""
+    assert done.stderr.startswith(b"error: ") and done.stderr.count(b"\n") == 1
+    assert expected in done.stderr.decode()
+
+
+def test_bad_stdin_prompts_get_one_line(model):
+    assert "empty" in refusal("run", model, "-p", "-")
+    assert "not UTF-8" in refusal("run", model, "-p", "-", stdin=b"\xff\xfe")
+
+
+@pytest.mark.parametrize("command", [["run", "-p", "a"], ["info"]])
+def test_bad_models_get_one_line(command, tmp_path):
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\3\0\0\0\1")
+    (tmp_path / "directory").mkdir()
+    assert "does not exist" in refusal(*command, tmp_path / "missing")
+    assert "no GGUF" in refusal(*command, tmp_path / "empty")
+    assert "no GGUF" in refusal(*command, tmp_path / "text")
+    assert "cut off" in refusal(*command, tmp_path / "cut.gguf")
+    assert "config.json: is missing" in refusal(*command, tmp_path / "directory")
+    assert "MODEL" in refusal(*command)
+
+
+@pytest.mark.parametrize("command", [["run", "-p", "a"], ["info"]])
+def test_unknown_variables_and_values_get_one_line(command, model):
+    assert "did you mean HYBRID_MOE_ISA?" in refusal(*command, model, HYBRID_MOE_ISO="avx2")
+    assert "choose one of auto" in refusal(*command, model, HYBRID_MOE_ISA="avx3")
+
+
+def test_command_alone_prints_help():
+    done = call()
+    assert done.returncode == 2 and b"Commands:" in done.stdout and done.stderr == b""
+
+
+def test_version():
+    assert call("--version").stdout.decode() == f"hybrid-moe-ext {hybrid_moe_ext.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["run", "-p", "a", "-n", "200"], ["run", "-p", "a", "--json"], ["info"]])
+def test_closed_stdout_is_quiet(model, arguments):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([*COMMAND, *arguments, model], stdout=write, stderr=subprocess.PIPE, timeout=120)
+    os.close(write)
+    assert done.returncode == 141 and done.stderr == b""
+
+
+def test_ctrl_c_while_generating_is_quiet(model):
+    process = subprocess.Popen(
+        [*COMMAND, "run", model, "-p", "a", "-n", "500", "--temp", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)  # the text has begun
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, b"")
+
+
+def test_terminal_gets_a_progress_bar(model):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "run", model, "-p", "a", "-n", "1"], stdout=subprocess.DEVNULL, stderr=theirs, env=os.environ | {"TERM": "xterm"}
+    )
+    os.close(theirs)
+    shown = b""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:  # EIO: the other end is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    assert process.wait(timeout=60) == 0
+    assert b"loading" in shown and b"100%" in shown
+    assert shown.index(b"100%") < shown.index(b"experts: ")
+
+
+def test_demo_runs_the_bundled_model(tmp_path):
+    done = subprocess.run([*COMMAND, "demo", "--isa", "scalar"], capture_output=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert b"experts: HybridMoE (scalar)\n" in done.stderr
+    words = re.findall(r"[a-z]+", done.stdout.decode())
+    assert len(words) > 20 and words.count("the") >= 2, done.stdout  # English prose
+
+
+def test_info_prints_lines_and_json(model):
+    lines = call("info", model).stdout.decode().splitlines()
+    assert lines[2] == "experts:      2 of 4 per token"
+    assert any(re.search(r"experts .* on HybridMoE +F8_E4M3", line) for line in lines)
+    told = json.loads(call("info", model, "--json").stdout)
+    assert told["format"] == "hf" and told["fp8_block"] == [128, 128]
+    assert told["parts"]["experts"]["runs_on"] == "HybridMoE"
+
+
+def test_readme_lists_every_option_as_it_is():
+    text = README.read_text()
+    rows = [
+        f"| `{name}` | `--{name.replace('_', '-')}` | `{variable}` | {', '.join(f'`{c}`' for c in choices)} | {help_} |"
+        for name, variable, choices, help_ in Options.describe()
+    ]
+    for row in rows:
+        assert row in text, f"README.md lacks this row: {row}"
+
+
+def test_help_lists_every_option():
+    for command in ("run", "demo"):
+        text = call(command, "--help").stdout.decode()
+        for name, variable, _, _ in Options.describe():
+            assert f"--{name.replace('_', '-')}" in text and variable in text
+
+
+def fake_cpu(sys_root: Path, cpu: int, package: int, core: int) -> None:
+    folder = sys_root / f"devices/system/cpu/cpu{cpu}/topology"
+    folder.mkdir(parents=True)
+    (folder / "physical_package_id").write_text(f"{package}\n")
+    (folder / "core_id").write_text(f"{core}\n")
+
+
+def test_hyper_threads_count_once(tmp_path):
+    for cpu in range(8):  # 2 sockets x 2 cores x 2 threads
+        fake_cpu(tmp_path, cpu, package=cpu % 4 // 2, core=cpu % 2)
+    assert count_cores(range(8), tmp_path) == 4
+    assert count_cores([0, 4], tmp_path) == 1
+    assert count_cores([0, 1, 99], tmp_path) == 3  # cpu99 says nothing
+
+
+@pytest.mark.parametrize(
+    ("files", "group", "expected"),
+    [
+        ({}, "0::/", None),
+        ({"cpu.max": "max 100000"}, "0::/", None),
+        ({"cpu.max": "150000 100000"}, "0::/", 1),
+        ({"cpu.max": "50000 100000"}, "0::/", 1),
+        ({"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000"}, "0::/a/b", 3),
+        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, "4:cpu:/x", 4),
+        ({"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, "4:cpu:/x", None),
+        ({"cpu.max": "nonsense"}, "0::/", None),
+    ],
+)
+def test_cpu_quota_of_the_cgroup(tmp_path, files, group, expected):
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(group + "\n")
+    assert cpu_quota(tmp_path / "sys", tmp_path / "proc") == expected
+
+
+def test_default_threads_are_possible_here():
+    assert 1 <= default_threads() <= len(os.sched_getaffinity(0))

@@ -1,0 +1,157 @@
+"""Kernels of every instruction set that runs here, against float64 on exact values. Shapes first, then inputs nobody lists."""
+
+import ctypes
+
+import numpy as np
+import pytest
+from checkpoint_fixtures import E4M3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from weights import GROUP, Weights, random_weights, tolerance
+
+from hybrid_moe_ext import _native
+
+LIB = _native.library()
+ISAS = LIB.hybrid_moe_available_isas().decode().split()
+KINDS = ["FP8", "BF16", "F16", "F32", "Q8_0"]
+DOT, GEMM = 0, 1
+
+
+def matrix(w: Weights) -> _native.MatrixC:
+    rows, k = w.values.shape
+    scales = None if w.scales is None else np.ascontiguousarray(w.scales)
+    c = _native.MatrixC(_native.WEIGHT_TYPES[w.kind], w.codes.ctypes.data, rows, k)
+    if scales is not None:
+        c.scales, c.block_rows, c.block_k = scales.ctypes.data, *w.block
+    c.keep = scales
+    return c
+
+
+def matmul(isa: str, kernel: int, w: Weights, x: np.ndarray) -> np.ndarray:
+    y = np.full((len(x), len(w.values)), np.nan, np.float32)
+    _native.check(LIB.hybrid_moe_matmul(isa.encode(), kernel, matrix(w), len(x), x.ctypes.data, y.ctypes.data))
+    return y
+
+
+def check(isa: str, kernel: int, w: Weights, m: int, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((m, w.values.shape[1])).astype(np.float32)
+    exact = x.astype(np.float64) @ w.values.T
+    error = np.abs(matmul(isa, kernel, w, x) - exact)
+    assert np.all(error <= tolerance(w.values, x)), f"largest error {error.max()}"
+
+
+def test_the_fast_kernels_are_there():
+    """A green run on scalar code alone would prove little: x86-64 machines of this decade have AVX2."""
+    assert ISAS[-1] == "scalar"
+    with open("/proc/cpuinfo") as cpu:
+        flags = cpu.read()
+    assert ("avx2" in ISAS) == (" avx2" in flags)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_fp8_code(isa):
+    """All 256 codes against the definition of E4M3FN; NaN codes are found, and only those."""
+    codes = np.arange(256, dtype=np.uint8)
+    finite = codes[(codes & 0x7F) != 0x7F]
+    for length in (254, 253, 8, 1):  # vector body and tail
+        w = Weights("FP8", finite[:length].reshape(1, -1).copy(), E4M3[finite[:length]][None], np.ones((1, 2), np.float32), (128, 128))
+        out = np.empty(length, np.float32)
+        _native.check(LIB.hybrid_moe_expand(isa.encode(), matrix(w), out.ctypes.data))
+        assert np.array_equal(out, E4M3[finite[:length]])
+    for code in range(256):
+        for at in (0, 31, 32, 40):
+            some = np.full(41, 0x38, np.uint8)
+            some[at] = code
+            assert LIB.hybrid_moe_has_nan(isa.encode(), some.tobytes(), 41) == (code & 0x7F == 0x7F)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", [DOT, GEMM])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows, k", [(1, 32), (3, 64), (16, 128), (5, 160), (192, 96), (130, 576), (33, 1184), (7, 2080)])
+def test_shapes(isa, kernel, kind, rows, k):
+    rng = np.random.default_rng(rows * k)
+    w = random_weights(kind, rows, k, rng)
+    for m in (1, 2, 3, 4, 7, 100):
+        check(isa, kernel, w, m, rng)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    rows=st.integers(1, 150),
+    groups=st.integers(1, 300),
+    m=st.integers(0, 9),
+    block=st.tuples(st.integers(1, 140), st.integers(1, 140)),
+    kernel=st.sampled_from([DOT, GEMM]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shape(kind, rows, groups, m, block, kernel, seed):
+    """Rows and columns that are no multiple of anything, scale blocks of any size, no tokens at all."""
+    rng = np.random.default_rng(seed)
+    k = groups * GROUP[kind] if kind != "Q8_0" else min(groups, 20) * 32
+    w = random_weights(kind, rows, k, rng, block)
+    for isa in ISAS:
+        check(isa, kernel, w, m, rng)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_unaligned_weights(isa, kind):
+    """Safetensors promise no alignment."""
+    rng = np.random.default_rng(5)
+    w = random_weights(kind, 9, 96, rng)
+    shifted = np.empty(w.codes.size + 1, np.uint8)
+    shifted[1:] = w.codes.reshape(-1)
+    check(isa, DOT, Weights(kind, shifted[1:].reshape(w.codes.shape), w.values, w.scales, w.block), 2, rng)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", [DOT, GEMM])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_and_infinity_propagate(isa, kernel, kind):
+    rng = np.random.default_rng(6)
+    w = random_weights(kind, 20, 96, rng)
+    x = rng.standard_normal((8, 96)).astype(np.float32)
+    x[3, 17], x[5, 95] = np.nan, np.inf
+    y = matmul(isa, kernel, w, x)
+    with np.errstate(invalid="ignore"):
+        exact = x.astype(np.float64) @ w.values.T
+    assert np.array_equal(np.isnan(y), np.isnan(exact))
+    assert np.array_equal(np.isinf(y), np.isinf(exact))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_flush_to_zero_of_the_host_does_no_harm(isa):
+    """Hosts may have denormals flushed (fast-math libraries do); E4M3 subnormals must not vanish, nor the setting."""
+    libm = ctypes.CDLL("libm.so.6")
+    environment = (ctypes.c_byte * 64)()
+    libm.fegetenv(environment)
+    flushed = (ctypes.c_byte * 64)(*environment)
+    if ctypes.sizeof(ctypes.c_void_p) != 8 or np.dtype("l").itemsize != 8 or not _x86():
+        pytest.skip("MXCSR exists on x86-64 only")
+    ctypes.c_uint32.from_buffer(flushed, 28).value |= 0x8040  # x86-64 fenv_t: MXCSR at byte 28
+    w = Weights("FP8", np.full((1, 64), 1, np.uint8), np.full((1, 64), 2.0**-9), np.ones((1, 1), np.float32), (128, 128))
+    x = np.ones((1, 64), np.float32)
+    try:
+        libm.fesetenv(flushed)
+        y = matmul(isa, DOT, w, x)
+        libm.fegetenv(environment_after := (ctypes.c_byte * 64)())
+    finally:
+        libm.fesetenv(environment)
+    assert y[0, 0] == 64 * 2.0**-9
+    assert ctypes.c_uint32.from_buffer(environment_after, 28).value & 0x8040 == 0x8040
+
+
+def _x86() -> bool:
+    import platform
+
+    return platform.machine() == "x86_64"
+
+
+def test_a_forced_isa_that_is_unknown_lists_the_choices():
+    x = np.zeros((1, 32), np.float32)
+    w = random_weights("F32", 1, 32, np.random.default_rng(0))
+    assert LIB.hybrid_moe_matmul(b"avx1024", DOT, matrix(w), 1, x.ctypes.data, x.ctypes.data) == -1
+    message = LIB.hybrid_moe_error().decode()
+    assert "avx1024" in message and all(isa in message for isa in ISAS)
