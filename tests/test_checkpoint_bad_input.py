@@ -412,7 +412,9 @@ def places(value: object, at: tuple = ()) -> list[tuple]:
 )
 def test_any_node_replaced(tmp_path, name):
     """Whatever stands where: it opens, or CheckpointError; never another exception."""
-    fx.write_checkpoint(tmp_path)
+    small = {"num_hidden_layers": 2, "num_nextn_predict_layers": 0, "n_routed_experts": 2, "n_group": 1}
+    fx.write_checkpoint(tmp_path, **small)
+    open_checkpoint(tmp_path)
     fx.write_json(tmp_path / "generation_config.json", {"eos_token_id": [1], "bos_token_id": 0})
     path = tmp_path / f"{name}.json"
     good = path.read_text(encoding="utf-8")

@@ -22,8 +22,10 @@ def read_tensors(directory: Path) -> dict[str, TensorRef]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f'{index_path}: no "weight_map" object in it: download the file again')
-    shards = {str(name): _shard_path(directory, index_path, name) for name in weight_map.values()}
-    tensors = _merge(list(shards.values()))
+    for name in weight_map.values():
+        if not isinstance(name, str) or not name:
+            raise CheckpointError(f"{index_path}: shard name {name!r} is not a file name: download the file again")
+    tensors = _merge([_shard_path(directory, index_path, name) for name in dict.fromkeys(weight_map.values())])
     for tensor, shard in weight_map.items():
         if tensor not in tensors:
             raise CheckpointError(
@@ -33,10 +35,8 @@ def read_tensors(directory: Path) -> dict[str, TensorRef]:
     return tensors
 
 
-def _shard_path(directory: Path, index_path: Path, name: object) -> Path:
+def _shard_path(directory: Path, index_path: Path, name: str) -> Path:
     """The index is text from the outside: its names must stay inside. Links are fine, the hub cache is made of them."""
-    if not isinstance(name, str) or not name:
-        raise CheckpointError(f"{index_path}: shard name {name!r} is not a file name: download the file again")
     posix, windows = PurePosixPath(name), PureWindowsPath(name)  # a backslash is no separator here, but never honest
     is_absolute = posix.is_absolute() or windows.drive or windows.root
     if is_absolute or ".." in posix.parts or ".." in windows.parts or "\0" in name:
