@@ -12,10 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+import hybrid_moe_ext
 import pytest
 from checkpoint_fixtures import write_checkpoint
-
-import hybrid_moe_ext
+from hybrid_moe_ext.checkpoint import open_checkpoint
 from hybrid_moe_ext.cli.threads import count_cores, cpu_quota, default_threads
 from hybrid_moe_ext.options import Options
 
@@ -36,8 +36,6 @@ def gguf_model(model) -> Path:
     path = model.parent / "f32.gguf"
     bf16 = model.parent / "bf16"
     write_checkpoint(bf16, "BF16")
-    from hybrid_moe_ext.checkpoint import open_checkpoint
-
     open_checkpoint(bf16).virtual_gguf("f32").write(path)
     return path
 
@@ -140,7 +138,7 @@ def test_verbose_shows_the_log(model):
         (["--temp", "inf"], "--temp inf"),
         (["-t", "0"], "--threads"),
         (["-c", "0"], "--ctx"),
-        (["-c", str(MODEL_CONTEXT + 1)], f"trained for: ask for less"),
+        (["-c", str(MODEL_CONTEXT + 1)], "trained for: ask for less"),
         (["-c", str(10**12)], "trained for"),
         (["-p", ""], "the prompt is empty"),
         (["-p", "a" * 40, "-c", "20"], "the prompt has 41 tokens, but a context of 20"),
@@ -213,9 +211,8 @@ def test_ctrl_c_while_generating_is_quiet(model):
 
 def test_terminal_gets_a_progress_bar(model):
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, "run", model, "-p", "a", "-n", "1"], stdout=subprocess.DEVNULL, stderr=theirs, env=os.environ | {"TERM": "xterm"}
-    )
+    command = [*COMMAND, "run", model, "-p", "a", "-n", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, env=os.environ | {"TERM": "xterm"})
     os.close(theirs)
     shown = b""
     deadline = time.monotonic() + 60
