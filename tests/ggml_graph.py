@@ -120,7 +120,9 @@ def mul_mat_id(
                 table.add(experts)
                 stack.enter_context(table)
             buffer = G.ggml_backend_alloc_ctx_tensors(ctx, b)
-        assert buffer
+        if not buffer:
+            G.ggml_free(ctx)
+            raise MemoryError("our buffer type refused a tensor")
         wide = np.full((n_tokens, stride), 2**31 - 1, np.int32)
         wide[:, :n_used] = ids
         if experts is None:

@@ -117,7 +117,7 @@ def test_progress_and_interruption():
 
 def test_opening_reads_no_experts_and_commits_no_memory(tmp_path):
     """By page-cache residency of the files (mincore) and by the process's resident memory, in a fresh process."""
-    width = {"hidden_size": 512, "moe_intermediate_size": 512, "n_routed_experts": 24, "num_hidden_layers": 3}
+    width = {"hidden_size": 512, "moe_intermediate_size": 512, "n_routed_experts": 64, "num_hidden_layers": 3}
     tensors = fixtures.write_checkpoint(tmp_path / "m", "fp8", n_shards=1, num_nextn_predict_layers=0, **width)
     n_expert_bytes = sum(v.nbytes for name, (_, v) in tensors.items() if ".experts." in name and not name.endswith("_inv"))
     file = tmp_path / "m" / "model.safetensors"
@@ -130,10 +130,10 @@ def test_opening_reads_no_experts_and_commits_no_memory(tmp_path):
     cost = json.loads(done.stdout.splitlines()[-1])
     if cost["resident_before"] > 0.05:
         pytest.skip("this file system does not drop its page cache on request")
-    assert n_expert_bytes > 30e6
+    assert n_expert_bytes > 90e6
     assert cost["resident_opened"] < 0.2
     assert cost["grown_opened"] < 0.2 * n_expert_bytes
-    assert cost["resident_used"] > cost["resident_opened"] + 0.3, "using them does read them"
+    assert cost["resident_used"] > cost["resident_opened"] + 0.1, "using them does read them"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ float scale_at(const uint8_t * grid, ScaleType type, size_t i) {
         memcpy(&f, grid + 4 * i, sizeof f);
         return f;
     }
+    if (type == ScaleType::e8m0) return grid[i] == 255 ? NAN : ldexpf(1.0f, int(grid[i]) - 127);
     uint16_t h;
     memcpy(&h, grid + 2 * i, sizeof h);
     const uint32_t bits = uint32_t(h) << 16;
@@ -40,12 +41,22 @@ ExpertTensor::ExpertTensor(std::string name, const Shape & shape, std::vector<co
                            BlockScales scales, std::shared_ptr<const void> keep_alive)
     : name_(std::move(name)), shape_(shape), codes_(std::move(of_expert)), scales_(std::move(scales)),
       keep_alive_(std::move(keep_alive)) {
+    allocate_scales();
+}
+
+ExpertTensor::ExpertTensor(std::string name, const Shape & shape, std::vector<const uint8_t *> of_expert,
+                           std::vector<ScaleCandidate> candidates)
+    : name_(std::move(name)), shape_(shape), codes_(std::move(of_expert)), scales_(candidates.at(0).scales),
+      candidates_(std::move(candidates)) {
+    allocate_scales();
+}
+
+void ExpertTensor::allocate_scales() {
     if (shape_.type != WeightType::fp8_e4m3) return;
     const int64_t br = scales_.block_rows;
     const int64_t bk = scales_.block_k;
     grid_len_  = size_t((shape_.n_rows + br - 1) / br) * size_t((shape_.k + bk - 1) / bk);
     map_bytes_ = grid_len_ * size_t(shape_.n_expert) * sizeof(float);
-    if (map_bytes_ == 0) map_bytes_ = 1;
     void * p = mmap(nullptr, map_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) throw std::runtime_error(name_ + ": no address space for its scales");
     scale_ = static_cast<float *>(p);
@@ -81,11 +92,42 @@ const char * ExpertTensor::reject(int64_t i_expert, const char * what) {
     return already;
 }
 
+// Keeps the one candidate whose codes are this tensor's. Same codes under several names are the same model when their
+// scales agree; when they do not, nobody can tell, and a guess would give wrong tokens.
+const char * ExpertTensor::choose_scales(int64_t i_expert) {
+    const std::lock_guard<std::mutex> lock(choice_);
+    if (candidates_.empty()) return nullptr;
+    const size_t n = size_t(shape_.n_rows) * shape_.row_bytes;
+    std::vector<uint8_t> theirs(n);
+    std::vector<ScaleCandidate> same;
+    for (const ScaleCandidate & c : candidates_) {
+        if (c.scales.block_rows != scales_.block_rows || c.scales.block_k != scales_.block_k) continue;
+        if (c.read_codes(uint64_t(i_expert) * n, n, theirs.data()) &&
+            !memcmp(theirs.data(), codes_[size_t(i_expert)], n)) {
+            same.push_back(c);
+        }
+    }
+    if (same.empty()) return reject(i_expert, "no file that was open while it was loaded has these codes");
+    for (const ScaleCandidate & c : same) {
+        for (size_t e = 0; e < c.scales.of_expert.size(); e++) {
+            if (c.scales.type != same[0].scales.type ||
+                memcmp(c.scales.of_expert[e], same[0].scales.of_expert[e], grid_len_ * scale_bytes(c.scales.type))) {
+                return reject(i_expert, "two open files have these codes with different scales: load them one by one");
+            }
+        }
+    }
+    scales_     = same[0].scales;
+    keep_alive_ = same[0].keep_alive;
+    candidates_.clear();
+    return nullptr;
+}
+
 const char * ExpertTensor::make_ready(int64_t i_expert, const Kernels & kernels) {
     if (const char * already = rejected_.load(std::memory_order_acquire)) return already;
     const size_t n = size_t(shape_.n_rows) * shape_.row_bytes;
     const uint8_t * codes = codes_[size_t(i_expert)];
     read_ahead(codes, n);
+    if (const char * unknown = choose_scales(i_expert)) return unknown;
     float * to = scale_ + grid_len_ * size_t(i_expert);
     for (size_t i = 0; i < grid_len_; i++) {
         const float s = scale_at(scales_.of_expert[size_t(i_expert)], scales_.type, i);

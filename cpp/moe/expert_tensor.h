@@ -5,13 +5,18 @@
 #include "kernels/kernels.h"
 
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 namespace hybrid_moe {
 
-enum class ScaleType : int { f32 = 0, bf16 = 1 };
+// e8m0: powers of two, 2^(byte - 127), 255 is NaN (OCP Microscaling specification).
+enum class ScaleType : int { f32 = 0, bf16 = 1, e8m0 = 2 };
+
+constexpr size_t scale_bytes(ScaleType type) { return type == ScaleType::f32 ? 4 : type == ScaleType::bf16 ? 2 : 1; }
 
 // FP8 scales as the checkpoint stores them: value = code x scale[row / block_rows][column / block_k].
 struct BlockScales {
@@ -19,6 +24,14 @@ struct BlockScales {
     int64_t   block_rows = 0;
     int64_t   block_k    = 0;
     std::vector<const uint8_t *> of_expert;  // [n_expert] row-major grids, unaligned
+};
+
+// Scales that may belong to a tensor whose origin is not certain. `read_codes` reads the codes they belong to: n bytes
+// at `offset` of the whole tensor; false when it cannot.
+struct ScaleCandidate {
+    BlockScales                 scales;
+    std::shared_ptr<const void> keep_alive;
+    std::function<bool(uint64_t offset, size_t n, void * out)> read_codes;
 };
 
 class ExpertTensor {
@@ -34,6 +47,9 @@ public:
     // `of_expert`: [n_expert] pointers to n_rows x row_bytes bytes. `scales` only for FP8.
     ExpertTensor(std::string name, const Shape & shape, std::vector<const uint8_t *> of_expert, BlockScales scales,
                  std::shared_ptr<const void> keep_alive);
+    // FP8 with several possible scales: the first use compares the tensor's bytes with each candidate's.
+    ExpertTensor(std::string name, const Shape & shape, std::vector<const uint8_t *> of_expert,
+                 std::vector<ScaleCandidate> candidates);
     ~ExpertTensor();
     ExpertTensor(const ExpertTensor &) = delete;
     ExpertTensor & operator=(const ExpertTensor &) = delete;
@@ -53,6 +69,8 @@ public:
     const char * make_ready(int64_t i_expert, const Kernels & kernels);
 
 private:
+    void allocate_scales();
+    const char * choose_scales(int64_t i_expert);
     const char * reject(int64_t i_expert, const char * what);
 
     std::string                  name_;
@@ -60,7 +78,9 @@ private:
     std::vector<const uint8_t *> codes_;
     BlockScales                  scales_;
     std::shared_ptr<const void>  keep_alive_;
-    size_t                       grid_len_   = 0;        // scales per expert
+    std::vector<ScaleCandidate>  candidates_;             // empty once the scales are certain
+    std::mutex                   choice_;                 // guards candidates_ and scales_ until then
+    size_t                       grid_len_   = 0;         // scales per expert
     size_t                       map_bytes_  = 0;
     float *                      scale_      = nullptr;  // [n_expert][grid_len_], pages appear as experts get ready
     std::unique_ptr<std::atomic<bool>[]> ready_;

@@ -3,6 +3,7 @@
 
 #include "checkpoint/expert_table.h"
 #include "plugin/device.h"
+#include "plugin/scale_search.h"
 
 #include <sys/mman.h>
 
@@ -10,6 +11,8 @@
 #include <exception>
 #include <map>
 #include <memory>
+#include <stdexcept>
+#include <string>
 
 namespace hybrid_moe {
 namespace {
@@ -40,29 +43,42 @@ bool matches(const ggml_tensor * t, const ExpertTensor::Shape & s) {
            t->ne[2] == s.n_expert && t->ne[3] == 1;
 }
 
-// Called for every tensor put into a buffer of ours; during a checkpoint load its experts get their aliases here.
+// The experts behind a new tensor: declared by the load's table, or FP8 codes of a GGUF whose scales are searched.
+std::unique_ptr<ExpertTensor> experts_of(const ggml_tensor * tensor) {
+    if (const std::shared_ptr<ExpertTable> & table = ExpertTable::loading()) {
+        if (auto experts = table->bind(tensor->name, static_cast<uint8_t *>(tensor->data))) return experts;
+    }
+    if (tensor->type != GGML_TYPE_I8 || tensor->op != GGML_OP_NONE || tensor->ne[2] < 1 || tensor->ne[3] != 1) return nullptr;
+    const ExpertTensor::Shape shape = {WeightType::fp8_e4m3, tensor->ne[2], tensor->ne[1], tensor->ne[0], size_t(tensor->ne[0])};
+    return find_scales(tensor->name, shape, static_cast<uint8_t *>(tensor->data));
+}
+
+// Called for every tensor put into a buffer of ours, also for intermediate results.
 ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
-    const std::shared_ptr<ExpertTable> & table = ExpertTable::loading();
-    if (!table || tensor->view_src) return GGML_STATUS_SUCCESS;
+    if (tensor->view_src) return GGML_STATUS_SUCCESS;
     try {
-        std::unique_ptr<ExpertTensor> experts = table->bind(tensor->name, static_cast<uint8_t *>(tensor->data));
+        std::unique_ptr<ExpertTensor> experts = experts_of(tensor);
         if (!experts) return GGML_STATUS_SUCCESS;
         if (!matches(tensor, experts->shape())) {
-            host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: tensor '%s' has another shape or type than its checkpoint\n",
-                       tensor->name);
-            return GGML_STATUS_FAILED;
+            throw std::runtime_error(std::string("tensor '") + tensor->name + "' has another shape or type than its checkpoint");
         }
         tensor->extra = experts.get();
         context_of(buffer).aliases[tensor] = std::move(experts);
         return GGML_STATUS_SUCCESS;
     } catch (const std::exception & e) {
         host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: %s\n", e.what());
-        return GGML_STATUS_ALLOC_FAILED;
+        return GGML_STATUS_FAILED;
     }
 }
 
+// Whether the tensor's own memory is empty because its bytes lie in a checkpoint's files.
+bool lies_elsewhere(const ggml_tensor * tensor) {
+    const ExpertTensor * experts = experts_behind(tensor);
+    return experts && experts->matrix(0).w != tensor->data;
+}
+
 bool refuse_write(const ggml_tensor * tensor) {
-    if (!aliased_experts(tensor)) return false;
+    if (!lies_elsewhere(tensor)) return false;
     host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: tensor '%s' lies in a checkpoint on disk and cannot be written\n",
                tensor->name);
     return true;
@@ -77,11 +93,11 @@ void set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void * data, 
 }
 
 void get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
-    const ExpertTensor * experts = aliased_experts(tensor);
-    if (!experts) {
+    if (!lies_elsewhere(tensor)) {
         memcpy(data, static_cast<const uint8_t *>(tensor->data) + offset, size);
         return;
     }
+    const ExpertTensor * experts = experts_behind(tensor);
     const size_t expert_bytes = size_t(experts->shape().n_rows) * experts->shape().row_bytes;
     uint8_t * to = static_cast<uint8_t *>(data);
     while (size > 0) {
@@ -98,7 +114,7 @@ bool cpy_tensor(ggml_backend_buffer_t, const ggml_tensor * src, ggml_tensor * ds
     if (!src->buffer || !src->buffer->buft->iface.is_host || !src->buffer->buft->iface.is_host(src->buffer->buft)) {
         return false;
     }
-    if (aliased_experts(src) || refuse_write(dst)) return false;
+    if (lies_elsewhere(src) || refuse_write(dst)) return false;
     memcpy(dst->data, src->data, host().ggml_nbytes(src));
     return true;
 }
@@ -164,6 +180,12 @@ ggml_backend_buffer_type_t buffer_type() {
 }
 
 ggml_backend_buffer_t buffer_from_host_ptr(void * ptr, size_t size) {
+    try {
+        check_mapped_model(ptr, size);
+    } catch (const std::exception & e) {
+        host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: %s\n", e.what());
+        return nullptr;
+    }
     auto ctx = std::make_unique<BufferContext>();
     ctx->base = static_cast<uint8_t *>(ptr);
     ctx->size = size;
@@ -172,7 +194,7 @@ ggml_backend_buffer_t buffer_from_host_ptr(void * ptr, size_t size) {
 
 bool is_our_buffer(ggml_backend_buffer_t buffer) { return buffer && buffer->buft == buffer_type(); }
 
-ExpertTensor * aliased_experts(const ggml_tensor * tensor) {
+ExpertTensor * experts_behind(const ggml_tensor * tensor) {
     return is_our_buffer(tensor->buffer) ? static_cast<ExpertTensor *>(tensor->extra) : nullptr;
 }
 

@@ -13,7 +13,7 @@ ggml_backend_buffer_type_t buffer_type();
 ggml_backend_buffer_t buffer_from_host_ptr(void * ptr, size_t size);
 
 // The experts of a weight tensor that lies in one of our buffers and was declared by an ExpertTable, else null.
-ExpertTensor * aliased_experts(const ggml_tensor * tensor);
+ExpertTensor * experts_behind(const ggml_tensor * tensor);
 
 bool is_our_buffer(ggml_backend_buffer_t buffer);
 

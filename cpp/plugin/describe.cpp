@@ -56,7 +56,7 @@ const char * describe_matmul(const ggml_tensor * node, ExpertMatmul & out) {
     e.shape.row_bytes = w->nb[1];
     e.base            = static_cast<const uint8_t *>(w->data);
     e.expert_bytes    = w->nb[2];
-    e.scattered       = aliased_experts(w);
+    e.scattered       = experts_behind(w);
     if (e.shape.type == WeightType::fp8_e4m3 && !e.scattered) {
         return "an I8 tensor whose FP8 scales are unknown: load the model through hybrid_moe_ext";
     }

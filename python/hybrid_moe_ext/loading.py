@@ -46,12 +46,15 @@ class ModelLoader:
     def load(self, params: Any) -> Any:
         """The seam's loader: llama_model_params -> llama_model * or None."""
         keep = self._watch(params)
-        model = self._load_directory(params) if self.is_directory else seam.load_stock(os.fsencode(self._path), params)
+        try:
+            model = self._load_directory(params) if self.is_directory else seam.load_stock(os.fsencode(self._path), params)
+        except HybridMoeError as error:
+            self.error, model = error, None
         del keep
         if self._interrupted is not None:
             raise self._interrupted
-        self.loaded = model is not None and self.error is None
-        return model if self.loaded else None
+        self.loaded = model is not None
+        return model
 
     def _watch(self, params: Any) -> Any:
         """Progress reports; an exception in one (Ctrl-C too) stops the load and is raised after it."""
@@ -71,34 +74,39 @@ class ModelLoader:
 
     def _load_directory(self, params: Any) -> Any:
         assert self.checkpoint is not None
-        experts = self.checkpoint.experts
+        # The name keeps the array alive until the load is over.
         overrides = (_BufferOverride * 2)(_BufferOverride(_EXPERTS, _native.buffer_type_handle()))
+        field = ctypes.byref(params, type(params).tensor_buft_overrides.offset)
+        ctypes.cast(field, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.addressof(overrides)
         params.load_mode = C.LLAMA_LOAD_MODE_NONE
-        ctypes.cast(ctypes.byref(params, type(params).tensor_buft_overrides.offset), ctypes.POINTER(ctypes.c_void_p))[
-            0
-        ] = ctypes.addressof(overrides)
         table = _native.ExpertTable(copied=not self._use_mmap)
-        try:
-            for tensor in experts:
-                table.add(tensor)
-            virtual = self.checkpoint.virtual_gguf(self._options.dense_type)
-            with GgufStream(virtual, serve_experts=not self._use_mmap) as stream, table:
-                model = C.llama_model_load_from_file_ptr(stream.file, params)
-                self.error = _as_ours(stream.error)
-        except HybridMoeError as error:
-            self.error = error
-            return None
-        if model is not None and self.error is None and not params.vocab_only and table.n_bound != table.n_tensors:
-            self.error = PluginError(
+        for tensor in self.checkpoint.experts:
+            table.add(tensor)
+        virtual = self.checkpoint.virtual_gguf(self._options.dense_type)
+        with GgufStream(virtual, serve_experts=not self._use_mmap) as stream, table:
+            model = C.llama_model_load_from_file_ptr(stream.file, params)
+        error = _as_ours(stream.error) or self._judge(model, params, table, stream.copied_expert_bytes)
+        if error is not None:
+            if model is not None:
+                C.llama_model_free(model)
+            raise error
+        return model
+
+    def _judge(self, model: Any, params: Any, table: _native.ExpertTable, n_copied: int) -> HybridMoeError | None:
+        """What is wrong with a load that raised nothing."""
+        if model is None:
+            return CheckpointError(f"{self._path}: llama.cpp cannot load this checkpoint; verbose=True shows its reasons")
+        if n_copied:
+            return PluginError(
+                f"{self._path}: this llama.cpp read {n_copied} bytes of experts that it was to leave alone: "
+                f"install the tested release, llama-cpp-python=={_native.PINNED_LLAMA_CPP_PYTHON}"
+            )
+        if not params.vocab_only and table.n_bound != table.n_tensors:
+            return PluginError(
                 f"{self._path}: {table.n_tensors - table.n_bound} of {table.n_tensors} expert tensors were not placed on "
                 f"{_native.DEVICE}: this host overrides where tensors go, leave such options out"
             )
-        if model is not None and self.error is not None:
-            C.llama_model_free(model)
-            return None
-        if model is None and self.error is None:
-            self.error = CheckpointError(f"{self._path}: llama.cpp cannot load this checkpoint; verbose=True shows its reasons")
-        return model
+        return None
 
 
 def _as_ours(error: BaseException | None) -> HybridMoeError | None:

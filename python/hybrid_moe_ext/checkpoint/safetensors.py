@@ -43,6 +43,7 @@ def read_header(path: Path) -> list[TensorRef]:
     try:
         with open(path, "rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # the header, and no weights after it
             prefix = file.read(8)
             header_bytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8:

@@ -1,0 +1,239 @@
+// /proc/self/maps and /proc/self/fd -> trailer -> ExpertTensor.
+#include "plugin/scale_search.h"
+
+#include "checkpoint/trailer.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cinttypes>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <tuple>
+
+namespace hybrid_moe {
+namespace {
+
+constexpr const char * remedy = "load it through hybrid_moe_ext, or convert it again with `hybrid-moe convert`";
+
+struct FileId {
+    uint64_t device = 0;
+    uint64_t inode  = 0;
+    bool operator<(const FileId & o) const { return std::tie(device, inode) < std::tie(o.device, o.inode); }
+    bool operator==(const FileId & o) const { return device == o.device && inode == o.inode; }
+};
+
+// A file mapped in one piece, as llama.cpp maps models (several lines of maps when parts were advised differently).
+struct MappedFile {
+    const uint8_t * base = nullptr;  // of file offset 0
+    size_t          size = 0;        // whole pages
+    std::string     path;
+};
+
+// The mapping around an address; base is null when the address lies in no file or its beginning is not mapped.
+MappedFile mapping_around(const void * address) {
+    struct Area { uintptr_t begin, end; uint64_t offset; FileId id; std::string path; };
+    std::vector<Area> areas;
+    std::unique_ptr<FILE, int (*)(FILE *)> maps(fopen("/proc/self/maps", "re"), fclose);
+    if (!maps) return {};
+    char line[4608];
+    while (fgets(line, sizeof line, maps.get())) {
+        Area a{};
+        unsigned major, minor;
+        int path_at = 0;
+        if (sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %*s %" SCNx64 " %x:%x %" SCNu64 " %n", &a.begin, &a.end, &a.offset,
+                   &major, &minor, &a.id.inode, &path_at) < 6 || a.id.inode == 0) {
+            continue;
+        }
+        a.id.device = uint64_t(major) << 32 | minor;
+        a.path = line + path_at;
+        a.path.erase(a.path.find_last_not_of('\n') + 1);
+        areas.push_back(a);
+    }
+    const uintptr_t at = uintptr_t(address);
+    size_t i = 0;
+    while (i < areas.size() && !(areas[i].begin <= at && at < areas[i].end)) i++;
+    if (i == areas.size()) return {};
+    const auto continues = [&](size_t a, size_t b) {
+        return areas[a].end == areas[b].begin && areas[a].id == areas[b].id &&
+               areas[a].offset + (areas[a].end - areas[a].begin) == areas[b].offset;
+    };
+    size_t first = i;
+    size_t last = i;
+    while (first > 0 && continues(first - 1, first)) first--;
+    while (last + 1 < areas.size() && continues(last, last + 1)) last++;
+    if (areas[first].offset != 0) return {};
+    return {reinterpret_cast<const uint8_t *>(areas[first].begin), areas[last].end - areas[first].begin, areas[i].path};
+}
+
+// The file ends somewhere in the last page, which is zero from there on; our footer ends with no zero.
+uint64_t file_size_of(const MappedFile & m) {
+    uint64_t size = m.size;
+    const uint64_t page = uint64_t(sysconf(_SC_PAGESIZE));
+    const uint64_t stop = size > page ? size - page : 0;
+    while (size > stop && m.base[size - 1] == 0) size--;
+    return size;
+}
+
+Trailer::Reader reader_of(const MappedFile & m) {
+    return [m](uint64_t offset, size_t n, void * out) {
+        if (offset > m.size || n > m.size - offset) return false;
+        memcpy(out, m.base + offset, n);
+        return true;
+    };
+}
+
+Trailer::Reader reader_of(int fd) {
+    return [fd](uint64_t offset, size_t n, void * out) {
+        uint8_t * to = static_cast<uint8_t *>(out);
+        while (n > 0) {
+            const ssize_t got = pread(fd, to, n, off_t(offset));
+            if (got <= 0) return false;
+            to += got;
+            offset += uint64_t(got);
+            n -= size_t(got);
+        }
+        return true;
+    };
+}
+
+// Reads the KV pairs at the head of a GGUF up to the first array: `convert` writes the mark before the vocabulary.
+bool is_marked(const MappedFile & m) {
+    static const char key[] = "hybrid_moe.fp8.version";
+    constexpr uint32_t type_bytes[13] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+    const uint64_t end = m.size < (1u << 20) ? m.size : (1u << 20);
+    uint64_t at = 24;  // magic, version, tensor count, KV count
+    if (m.size < at || memcmp(m.base, "GGUF", 4) != 0) return false;
+    for (;;) {
+        uint64_t key_len;
+        if (at + 8 > end) return false;
+        memcpy(&key_len, m.base + at, 8);
+        if (key_len > end || at + 8 + key_len + 4 > end) return false;
+        if (key_len == sizeof key - 1 && !memcmp(m.base + at + 8, key, key_len)) return true;
+        uint32_t type;
+        memcpy(&type, m.base + at + 8 + key_len, 4);
+        at += 8 + key_len + 4;
+        if (type == 8) {  // string
+            uint64_t len;
+            if (at + 8 > end) return false;
+            memcpy(&len, m.base + at, 8);
+            if (len > end) return false;
+            at += 8 + len;
+        } else if (type < 13 && type_bytes[type]) {
+            at += type_bytes[type];
+        } else {
+            return false;
+        }
+    }
+}
+
+// Trailers in use, so that the tensors of one model share one.
+std::mutex cache_mutex;
+std::map<std::tuple<uint64_t, uint64_t, uint64_t>, std::weak_ptr<const Trailer>> cache;
+
+std::shared_ptr<const Trailer> mapped_trailer(const MappedFile & m) {
+    const std::lock_guard<std::mutex> lock(cache_mutex);
+    std::weak_ptr<const Trailer> & slot = cache[{0, uintptr_t(m.base), m.size}];
+    std::shared_ptr<const Trailer> trailer = slot.lock();
+    // The address may have belonged to another file before: a cached trailer must still be the one in the mapping.
+    if (!trailer || !trailer->same_as(reader_of(m), file_size_of(m))) slot = trailer = Trailer::read(reader_of(m), file_size_of(m));
+    return trailer;
+}
+
+// Closes with the last user.
+struct OpenFile {
+    int fd;
+    explicit OpenFile(int f) : fd(f) {}
+    ~OpenFile() { close(fd); }
+    OpenFile(const OpenFile &) = delete;
+    OpenFile & operator=(const OpenFile &) = delete;
+};
+
+struct OpenModel {
+    std::shared_ptr<OpenFile>      file;
+    std::shared_ptr<const Trailer> trailer;
+};
+
+// Every regular file this process has open that ends in a trailer of ours. Opened anew: the host may have its own
+// with O_DIRECT, and closes it after the load.
+std::vector<OpenModel> open_models() {
+    std::vector<OpenModel> out;
+    std::map<FileId, bool> seen;
+    std::unique_ptr<DIR, int (*)(DIR *)> dir(opendir("/proc/self/fd"), closedir);
+    while (dirent * entry = dir ? readdir(dir.get()) : nullptr) {
+        const std::string path = std::string("/proc/self/fd/") + entry->d_name;
+        struct stat st;
+        if (stat(path.c_str(), &st) != 0 || !S_ISREG(st.st_mode) || st.st_size < int64_t(trailer_footer_bytes)) continue;
+        if (!seen.emplace(FileId{uint64_t(st.st_dev), uint64_t(st.st_ino)}, true).second) continue;
+        const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+        if (fd < 0) continue;
+        auto file = std::make_shared<OpenFile>(fd);
+        const uint64_t size = uint64_t(st.st_size);
+        if (!Trailer::present(reader_of(fd), size)) continue;
+        const std::lock_guard<std::mutex> lock(cache_mutex);
+        std::weak_ptr<const Trailer> & slot = cache[{uint64_t(st.st_dev), uint64_t(st.st_ino), size}];
+        std::shared_ptr<const Trailer> trailer = slot.lock();
+        if (!trailer || !trailer->same_as(reader_of(fd), size)) slot = trailer = Trailer::read(reader_of(fd), size);
+        out.push_back({file, trailer});
+    }
+    return out;
+}
+
+bool fits(const Trailer::Entry * e, const ExpertTensor::Shape & s) {
+    return e && e->n_expert == s.n_expert && e->n_rows == s.n_rows && e->k == s.k;
+}
+
+std::vector<const uint8_t *> in_one_piece(const ExpertTensor::Shape & s, const uint8_t * data) {
+    std::vector<const uint8_t *> out;
+    for (int64_t i = 0; i < s.n_expert; i++) out.push_back(data + size_t(i) * size_t(s.n_rows) * s.row_bytes);
+    return out;
+}
+
+std::unique_ptr<ExpertTensor> from_mapping(const std::string & name, const ExpertTensor::Shape & shape,
+                                           const uint8_t * data, const MappedFile & m) {
+    const std::shared_ptr<const Trailer> trailer = mapped_trailer(m);
+    const Trailer::Entry * e = trailer->find(name);
+    if (!fits(e, shape) || m.base + e->data_offset != data) {
+        throw std::runtime_error(m.path + ": tensor '" + name + "' is not in its FP8 trailer as it is in the file; " + remedy);
+    }
+    return std::make_unique<ExpertTensor>(name, shape, in_one_piece(shape, data), trailer->scales(*e), trailer);
+}
+
+}  // namespace
+
+void check_mapped_model(const void * ptr, size_t) {
+    const MappedFile m = mapping_around(ptr);
+    if (!m.base || !is_marked(m)) return;
+    try {
+        mapped_trailer(m);
+    } catch (const std::exception & e) {
+        throw std::runtime_error(m.path + ": " + e.what());
+    }
+}
+
+std::unique_ptr<ExpertTensor> find_scales(const std::string & name, const ExpertTensor::Shape & shape, const uint8_t * data) {
+    const MappedFile m = mapping_around(data);
+    if (m.base) return from_mapping(name, shape, data, m);
+    std::vector<ScaleCandidate> candidates;
+    for (const OpenModel & model : open_models()) {
+        const Trailer::Entry * e = model.trailer->find(name);
+        if (!fits(e, shape)) continue;
+        const std::shared_ptr<OpenFile> file = model.file;
+        const std::shared_ptr<const Trailer> trailer = model.trailer;
+        const uint64_t base = e->data_offset;
+        candidates.push_back({trailer->scales(*e), trailer, [file, base](uint64_t offset, size_t n, void * out) {
+                                  return reader_of(file->fd)(base + offset, n, out);
+                              }});
+    }
+    if (candidates.empty()) {
+        throw std::runtime_error("tensor '" + name + "' holds FP8 codes, and no open file has their scales; " + remedy);
+    }
+    return std::make_unique<ExpertTensor>(name, shape, in_one_piece(shape, data), std::move(candidates));
+}
+
+}  // namespace hybrid_moe
