@@ -57,55 +57,59 @@ inline uint16_t load_u16(const uint8_t * p) {
     return v;
 }
 
+// A weight row: its bytes and, for FP8, the scales of its blocks. Found once per tile: finding it divides.
+struct Row {
+    const uint8_t * codes;
+    const float *   scale;
+};
+
+inline Row row_of(const ExpertMatrix & e, int64_t i_row) {
+    return {e.row(i_row), e.scale ? e.row_scale(i_row) : nullptr};
+}
+
 // One weight type = how to find a block, its scale, and its codes. A block is the longest run that shares one scale.
 template <WeightType T> struct Codes;
 
 // Types without a scale: one block spans the row.
-template <WeightType T, size_t Bytes> struct Plain {
-    static constexpr bool scaled = false;
+template <size_t Bytes> struct Plain {
+    static constexpr bool   scaled = false;
+    static constexpr size_t bytes  = Bytes;
     static int64_t block_len(const ExpertMatrix & e) { return e.k; }
-    static const uint8_t * at(const uint8_t * row, int64_t i) { return row + size_t(i) * Bytes; }
-    static float scale(const ExpertMatrix &, const uint8_t *, int64_t, int64_t) { return 1.0f; }
+    static const uint8_t * at(const Row & row, int64_t i) { return row.codes + size_t(i) * Bytes; }
+    static float scale(const Row &, int64_t) { return 1.0f; }
 };
 
-template <> struct Codes<WeightType::f32> : Plain<WeightType::f32, 4> {
+template <> struct Codes<WeightType::f32> : Plain<4> {
     static Vec decode(const uint8_t * p) { return Vec::load(reinterpret_cast<const float *>(p)); }
     static float decode1(const uint8_t * p) { float f; __builtin_memcpy(&f, p, sizeof f); return f; }
-    static constexpr size_t bytes = 4;
 };
 
-template <> struct Codes<WeightType::f16> : Plain<WeightType::f16, 2> {
+template <> struct Codes<WeightType::f16> : Plain<2> {
     static Vec decode(const uint8_t * p) { return Vec::from_f16(p); }
     static float decode1(const uint8_t * p) { return f32_of_f16(load_u16(p)); }
-    static constexpr size_t bytes = 2;
 };
 
-template <> struct Codes<WeightType::bf16> : Plain<WeightType::bf16, 2> {
+template <> struct Codes<WeightType::bf16> : Plain<2> {
     static Vec decode(const uint8_t * p) { return Vec::from_bf16(p); }
     static float decode1(const uint8_t * p) { return f32_of_bf16(load_u16(p)); }
-    static constexpr size_t bytes = 2;
 };
 
 template <> struct Codes<WeightType::q8_0> {
-    static constexpr bool scaled = true;
-    static constexpr size_t bytes = 1;
+    static constexpr bool   scaled = true;
+    static constexpr size_t bytes  = 1;
     static int64_t block_len(const ExpertMatrix &) { return 32; }
-    static const uint8_t * at(const uint8_t * row, int64_t i) { return row + size_t(i / 32) * 34 + 2 + size_t(i % 32); }
-    static float scale(const ExpertMatrix &, const uint8_t * row, int64_t, int64_t i_block) {
-        return Vec::f16_scale(row + size_t(i_block) * 34);
-    }
+    static const uint8_t * at(const Row & row, int64_t i) { return row.codes + size_t(i / 32) * 34 + 2 + size_t(i % 32); }
+    static float scale(const Row & row, int64_t i_block) { return Vec::f16_scale(row.codes + size_t(i_block) * 34); }
     static Vec decode(const uint8_t * p) { return Vec::from_i8(p); }
     static float decode1(const uint8_t * p) { return float(int8_t(*p)); }
 };
 
 template <> struct Codes<WeightType::fp8_e4m3> {
-    static constexpr bool scaled = true;
-    static constexpr size_t bytes = 1;
+    static constexpr bool   scaled = true;
+    static constexpr size_t bytes  = 1;
     static int64_t block_len(const ExpertMatrix & e) { return e.block_k; }
-    static const uint8_t * at(const uint8_t * row, int64_t i) { return row + size_t(i); }
-    static float scale(const ExpertMatrix & e, const uint8_t *, int64_t i_row, int64_t i_block) {
-        return e.row_scale(i_row)[i_block] * Vec::fp8_unit;
-    }
+    static const uint8_t * at(const Row & row, int64_t i) { return row.codes + size_t(i); }
+    static float scale(const Row & row, int64_t i_block) { return row.scale[i_block] * Vec::fp8_unit; }
     static Vec decode(const uint8_t * p) { return Vec::from_fp8(p); }
     static float decode1(const uint8_t * p) { return f32_of_fp8(*p) / Vec::fp8_unit; }
 };
@@ -125,10 +129,10 @@ template <int N> inline void sums(const Vec (&v)[N], float * out) {
 template <WeightType T, int R, int M>
 inline void dot_tile(const ExpertMatrix & e, int64_t row0, const float * const * x, float * const * y) {
     using C = Codes<T>;
-    const uint8_t * row[R];
+    Row row[R];
     Vec total[R * M];
     float tail[R * M];
-    for (int r = 0; r < R; r++) row[r] = e.row(row0 + r);
+    for (int r = 0; r < R; r++) row[r] = row_of(e, row0 + r);
     for (int i = 0; i < R * M; i++) {
         total[i] = Vec::zero();
         tail[i] = 0.0f;
@@ -151,7 +155,7 @@ inline void dot_tile(const ExpertMatrix & e, int64_t row0, const float * const *
             }
         }
         float scale[R];
-        for (int r = 0; r < R; r++) scale[r] = C::scaled ? C::scale(e, row[r], row0 + r, i_block) : 1.0f;
+        for (int r = 0; r < R; r++) scale[r] = C::scaled ? C::scale(row[r], i_block) : 1.0f;
         for (int r = 0; r < R; r++) {
             for (int j = 0; j < M; j++) {
                 Vec & t = total[r * M + j];
@@ -189,12 +193,12 @@ void dot_typed(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRo
 template <WeightType T>
 void expand_typed(const ExpertMatrix & e, int64_t i_row, int64_t i0, int64_t n, float * out) {
     using C = Codes<T>;
-    const uint8_t * row = e.row(i_row);
+    const Row row = row_of(e, i_row);
     const int64_t len = C::block_len(e);
     for (int64_t i = i0; i < i0 + n;) {
         const int64_t i_block = C::scaled ? i / len : 0;
         const int64_t end = C::scaled ? min_i64((i_block + 1) * len, i0 + n) : i0 + n;
-        const float scale = C::scaled ? C::scale(e, row, i_row, i_block) : 1.0f;
+        const float scale = C::scaled ? C::scale(row, i_block) : 1.0f;
         const Vec s = Vec::set1(scale);
         const uint8_t * code = C::at(row, i);
         const int64_t first = i;
