@@ -2,6 +2,7 @@
 """Tiny models in released layout: the command line and the importable names. The work is in tiny_*.py beside it.
 
     make_tiny.py train  --work WORK                    train the demo model, keep float32 weights in WORK
+    make_tiny.py polish --work WORK                    second training phase, on the weights in WORK
     make_tiny.py write  --work WORK --out DIR          quantise and write the release
     make_tiny.py golden --out DIR                      reference logits and greedy continuations into DIR
     make_tiny.py report --out DIR                      perplexity and expert load
@@ -75,11 +76,12 @@ def write_trained(work: Path, out: Path, dtype: str) -> None:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="train the demo model")
-    train.add_argument("--work", type=Path, required=True, help="where float32 weights and the tokenizer are kept")
-    train.add_argument("--steps", type=int, default=900)
-    train.add_argument("--seed", type=int, default=1)
-    train.add_argument("--threads", type=int, default=2, help="part of what makes a run repeatable")
+    for name, n_steps, about in (("train", 900, "first training phase"), ("polish", 250, "second training phase")):
+        train = commands.add_parser(name, help=about)
+        train.add_argument("--work", type=Path, required=True, help="where float32 weights and the tokenizer are kept")
+        train.add_argument("--steps", type=int, default=n_steps)
+        train.add_argument("--seed", type=int, default=1)
+        train.add_argument("--threads", type=int, default=2, help="part of what makes a run repeatable")
     write = commands.add_parser("write", help="quantise the trained weights and write the release")
     write.add_argument("--work", type=Path, required=True)
     for command in (write, commands.add_parser("golden"), commands.add_parser("report")):
@@ -102,10 +104,11 @@ def main(argv: list[str] | None = None) -> None:
             write_random(args.out, args.arch, args.dtype, args.seed, args.shards, **parse_fields(args.set))
         except ValueError as error:
             raise SystemExit(f"make_tiny.py: {error}") from None
-    elif args.command == "train":
+    elif args.command in ("train", "polish"):
         import tiny_train
 
-        tiny_train.train(args.work, args.steps, args.seed, args.threads)
+        phase = tiny_train.train if args.command == "train" else tiny_train.polish
+        phase(args.work, args.steps, args.seed, args.threads)
     elif args.command == "write":
         write_trained(args.work, args.out, args.dtype)
     elif args.command == "golden":

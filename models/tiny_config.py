@@ -195,7 +195,7 @@ def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
 def is_fp8_linear(name: str) -> bool:
     """What the release stores as E4M3: every linear of attention, dense MLP and experts; not router, eh_proj, heads."""
-    return name.endswith("_proj.weight") and not name.endswith("eh_proj.weight") or name.endswith("_with_mqa.weight")
+    return name.endswith(("_proj.weight", "_with_mqa.weight")) and not name.endswith("eh_proj.weight")
 
 
 def random_state_dict(config: dict, seed: int = 0) -> State:

@@ -6,6 +6,7 @@ router's bias F32. One tensor per expert.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -94,7 +95,7 @@ def cut_shards(stored: Stored, shard_count: int) -> list[Stored]:
         cut = min(later, key=lambda i: abs(i - ideal)) if later else ideal
         cuts.append(min(max(cut, cuts[-1] + 1), len(names) - (shard_count - i_cut)))
     cuts.append(len(names))
-    return [{n: stored[n] for n in names[a:b]} for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [{n: stored[n] for n in names[a:b]} for a, b in itertools.pairwise(cuts)]
 
 
 def write_json(path: Path, value: dict) -> None:
