@@ -59,8 +59,8 @@ class Options:
         return cls(**chosen)
 
 
-# Variables that are no options of a model: a host newer than tried, and another build of the plug-in.
-_OTHER_VARIABLES = ("HYBRID_MOE_UNTESTED_HOST", "HYBRID_MOE_LIBRARY")
+# Variables that are no options of a model: a host newer than tried, another build of the plug-in, counters at exit.
+_OTHER_VARIABLES = ("HYBRID_MOE_UNTESTED_HOST", "HYBRID_MOE_LIBRARY", "HYBRID_MOE_STATS")
 
 
 def _check_environment(environ: Mapping[str, str]) -> None:
