@@ -24,7 +24,37 @@ struct Vec {
     static Vec load(const float * p) { return {_mm256_loadu_ps(p)}; }
     void store(float * p) const { _mm256_storeu_ps(p, v); }
     static Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+    static Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
     static Vec mul(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+    static Vec div(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+    static Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
+    static Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+
+    // exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln 2 / 2; Taylor series of exp(r) to r^7, error below 2 ulp.
+    // Beyond the range of float: 0 and infinity. NaN stays NaN.
+    static Vec exp(Vec a) {
+        const __m256 low = _mm256_set1_ps(-87.33654f);
+        const __m256 high = _mm256_set1_ps(88.72283f);
+        const __m256 x = _mm256_max_ps(low, _mm256_min_ps(high, a.v));  // NaN passes
+        const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
+        r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
+        __m256 p = _mm256_set1_ps(1.0f / 5040);
+        const float series[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+        for (const float c : series) p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(c));
+        // 2^n in two factors: n runs to 128, one beyond the exponents of float.
+        const __m256i i = _mm256_cvtps_epi32(n);
+        const __m256i half = _mm256_srai_epi32(i, 1);
+        const __m256i bias = _mm256_set1_epi32(127);
+        const __m256 f1 = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+        const __m256 f2 = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(i, half), bias), 23));
+        __m256 y = _mm256_mul_ps(_mm256_mul_ps(p, f1), f2);
+        y = _mm256_blendv_ps(y, _mm256_setzero_ps(), _mm256_cmp_ps(a.v, low, _CMP_LT_OQ));
+        y = _mm256_blendv_ps(y, _mm256_set1_ps(__builtin_inff()), _mm256_cmp_ps(a.v, high, _CMP_GT_OQ));
+        return {_mm256_blendv_ps(y, a.v, _mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q))};
+    }
+
+    static uint16_t f16_bits(float f) { return uint16_t(_cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
 
     static void reduce4(Vec a, Vec b, Vec c, Vec d, float * out) {
         const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a.v, b.v), _mm256_hadd_ps(c.v, d.v));
@@ -81,6 +111,6 @@ bool has_fp8_nan(const uint8_t * codes, size_t n) {
 }  // namespace
 
 extern const Kernels kernels_avx2;
-const Kernels kernels_avx2 = {"avx2", dot, gemm, expand, has_fp8_nan};
+const Kernels kernels_avx2 = {"avx2", dot, gemm, expand, activate, accumulate, has_fp8_nan};
 
 }  // namespace hybrid_moe

@@ -1,8 +1,8 @@
 // The loops over weights, written once over the vocabulary `Vec` of the including file (see scalar.cpp for the
 // smallest one). No intrinsics and no STL here: inlined library code would carry the file's ISA into other files.
 //
-// Vec: `width`, zero(), set1(float), load(const float *), store(float *), fma(a, b, c) = a * b + c, add, mul,
-// from_fp8 / from_i8 / from_bf16 / from_f16 (width codes at p), reduce4(a, b, c, d, float[4]) = four sums.
+// Vec: `width`, zero(), set1(float), load(const float *), store(float *), fma(a, b, c) = a * b + c, add, mul, div, min,
+// max (as SSE: the second operand when one is NaN), exp, f16_bits(float) to nearest even, from_fp8 / from_i8 / from_bf16 / from_f16 (width codes at p), reduce4(a, b, c, d, float[4]) = four sums.
 // from_fp8 returns code x 2^-fp8_shift; the shift is folded into the scale.
 
 namespace {
@@ -276,7 +276,80 @@ void gemm_typed(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenR
     }
 }
 
-// Calls f.template operator()<T>() for the type at run time.
+// Calls f on whole vectors of gate and up; the rest goes through padded copies, so that it is computed in the same way.
+template <class F> inline void for_each_vec(const float * gate, const float * up, int64_t n, float * out, const F & f) {
+    int64_t i = 0;
+    for (; i + Vec::width <= n; i += Vec::width) f(gate ? Vec::load(gate + i) : Vec::zero(), Vec::load(up + i)).store(out + i);
+    if (i == n) return;
+    float g[Vec::width] = {};
+    float u[Vec::width] = {};
+    for (int64_t j = i; j < n; j++) {
+        if (gate) g[j - i] = gate[j];
+        u[j - i] = up[j];
+    }
+    f(Vec::load(g), Vec::load(u)).store(u);
+    for (int64_t j = i; j < n; j++) out[j] = u[j - i];
+}
+
+// x / (1 + exp(-alpha x)). Infinities behave as in that formula: silu(-inf) is NaN.
+inline Vec sigmoid_times(Vec x, float alpha) {
+    return Vec::div(x, Vec::add(Vec::set1(1.0f), Vec::exp(Vec::mul(x, Vec::set1(-alpha)))));
+}
+
+// The bounds are the first operands of min and max: a NaN in x passes.
+inline Vec at_most(float limit, Vec x) { return Vec::min(Vec::set1(limit), x); }
+inline Vec within(float limit, Vec x) { return Vec::max(Vec::set1(-limit), at_most(limit, x)); }
+
+// ggml evaluates GELU through a table over F16: input and result are rounded to it. Same values here.
+inline Vec gelu(Vec x) {
+    float v[Vec::width];
+    x.store(v);
+    for (int i = 0; i < Vec::width; i++) {
+        if (v[i] <= -10.0f) v[i] = 0.0f;
+        if (v[i] >= 10.0f || v[i] == 0.0f) continue;
+        const float r = f32_of_f16(Vec::f16_bits(v[i]));
+        const float t = __builtin_tanhf(0.79788456080286535587989211986876f * r * (1.0f + 0.044715f * r * r));
+        v[i] = f32_of_f16(Vec::f16_bits(0.5f * r * (1.0f + t)));
+    }
+    return Vec::load(v);
+}
+
+void activate(const Activation & a, const float * gate, const float * up, int64_t n, float * out) {
+    const Vec zero = Vec::zero();
+    const float limit = a.limit;
+    const float alpha = a.alpha;
+    switch (a.kind) {
+        case Activation::silu:         for_each_vec(nullptr, up, n, out, [](Vec, Vec u) { return sigmoid_times(u, 1.0f); }); break;
+        case Activation::gelu:         for_each_vec(nullptr, up, n, out, [](Vec, Vec u) { return gelu(u); }); break;
+        case Activation::relu:         for_each_vec(nullptr, up, n, out, [=](Vec, Vec u) { return Vec::max(u, zero); }); break;
+        case Activation::relu_squared:
+            for_each_vec(nullptr, up, n, out, [=](Vec, Vec u) { const Vec r = Vec::max(u, zero); return Vec::mul(r, r); });
+            break;
+        case Activation::swiglu: for_each_vec(gate, up, n, out, [](Vec g, Vec u) { return Vec::mul(sigmoid_times(g, 1.0f), u); }); break;
+        case Activation::geglu:  for_each_vec(gate, up, n, out, [](Vec g, Vec u) { return Vec::mul(gelu(g), u); }); break;
+        case Activation::reglu:  for_each_vec(gate, up, n, out, [=](Vec g, Vec u) { return Vec::mul(Vec::max(g, zero), u); }); break;
+        case Activation::swiglu_oai:
+            for_each_vec(gate, up, n, out, [=](Vec g, Vec u) {
+                return Vec::mul(sigmoid_times(at_most(limit, g), alpha), Vec::add(within(limit, u), Vec::set1(1.0f)));
+            });
+            break;
+        case Activation::swiglu_clamp:
+            for_each_vec(gate, up, n, out, [=](Vec g, Vec u) { return Vec::mul(sigmoid_times(at_most(limit, g), 1.0f), within(limit, u)); });
+            break;
+        case Activation::swiglu_limited:
+            for_each_vec(gate, up, n, out, [=](Vec g, Vec u) { return Vec::mul(at_most(limit, sigmoid_times(g, 1.0f)), within(limit, u)); });
+            break;
+    }
+}
+
+void accumulate(float a, const float * x, int64_t n, float * y) {
+    const Vec va = Vec::set1(a);
+    int64_t i = 0;
+    for (; i + Vec::width <= n; i += Vec::width) Vec::fma(va, Vec::load(x + i), Vec::load(y + i)).store(y + i);
+    for (; i < n; i++) y[i] = a * x[i] + y[i];
+}
+
+// Calls f.run<T>() for the type at run time.
 template <class F> inline void with_type(WeightType type, const F & f) {
     switch (type) {
         case WeightType::f32:      f.template run<WeightType::f32>(); break;

@@ -43,6 +43,22 @@ struct TokenRows {
     int64_t               m;
 };
 
+// What stands between the projections of an expert. Names as in ggml; `limit` and `alpha` are parameters of some.
+struct Activation {
+    enum Kind : int {
+        silu, gelu, relu, relu_squared,  // of `up` alone: there is no gate projection
+        swiglu, geglu, reglu,            // f(gate) x up
+        swiglu_oai,                      // min(gate, limit) x sigmoid(alpha x that) x (clamp(up, limit) + 1)  (gpt-oss)
+        swiglu_clamp,                    // silu(min(gate, limit)) x clamp(up, limit)
+        swiglu_limited,                  // min(silu(gate), limit) x clamp(up, limit)
+    };
+    Kind  kind  = swiglu;
+    float alpha = 0.0f;
+    float limit = 0.0f;
+};
+
+constexpr bool has_gate(Activation::Kind kind) { return kind >= Activation::swiglu; }
+
 // A panel of expanded weights: what matmul may use as scratch.
 constexpr int64_t panel_rows  = 16;
 constexpr int64_t panel_k     = 1024;
@@ -63,6 +79,12 @@ struct Kernels {
 
     // Decodes values [i0, i0 + n) of one row to float; i0 and n are multiples of group_len(type).
     void (*expand)(const ExpertMatrix & e, int64_t i_row, int64_t i0, int64_t n, float * out);
+
+    // out[i] = activation(gate[i], up[i]); gate is not read by kinds without one. out may be gate or up.
+    void (*activate)(const Activation & a, const float * gate, const float * up, int64_t n, float * out);
+
+    // y[i] += a x x[i]
+    void (*accumulate)(float a, const float * x, int64_t n, float * y);
 
     // True when any of the n bytes is an E4M3 NaN code.
     bool (*has_fp8_nan)(const uint8_t * codes, size_t n);

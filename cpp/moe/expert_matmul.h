@@ -3,7 +3,10 @@
 #pragma once
 
 #include "moe/expert_tensor.h"
+#include "moe/routing.h"
 
+#include <atomic>
+#include <memory>
 #include <vector>
 
 namespace hybrid_moe {
@@ -25,11 +28,7 @@ struct ExpertWeights {
 
 struct ExpertMatmul {
     ExpertWeights   experts;
-    int64_t         n_tokens = 0;
-    int64_t         n_used   = 0;
-    const uint8_t * ids = nullptr;  // [n_tokens][n_used] int32, strides in bytes
-    int64_t ids_token_stride = 0;
-    int64_t ids_slot_stride  = 0;
+    ExpertIds       ids{};
     const uint8_t * x = nullptr;    // [n_tokens][n_x_slots][k] floats; slot s reads row s % n_x_slots
     int64_t n_x_slots      = 1;
     int64_t x_token_stride = 0;
@@ -39,25 +38,20 @@ struct ExpertMatmul {
     int64_t y_slot_stride  = 0;
 };
 
-// Rows grouped by expert: expert i owns pairs [begin[i], begin[i + 1]) of x and y.
-struct Routing {
-    std::vector<int64_t>       begin;   // [n_expert + 1]
-    std::vector<int64_t>       active;  // experts with at least one row
-    std::vector<const float *> x;       // [n_tokens x n_used]
-    std::vector<float *>       y;
-};
-
-// How the layer is cut: tiles of consecutive output rows of one expert, taken by the threads as they come free.
-struct Plan {
-    int     n_threads = 1;
-    int64_t tile_rows = 0;
-    int64_t n_tiles_per_expert = 0;
-};
-
-// Working memory that survives between layers, so that a steady state allocates nothing.
+// Working memory that survives between layers, so that a steady state allocates nothing. It grows to the largest batch
+// seen; its size depends on tokens and widths, not on the number of experts.
 struct Workspace {
-    Routing              routing;
-    std::vector<uint8_t> panels;  // [n_threads] panels, cache-line aligned by hand
+    Routing                    routing;
+    std::vector<const float *> x;            // per pair of the routing
+    std::vector<float *>       y;
+    std::vector<const float *> h;
+    std::vector<float>         pair_weight;
+    std::vector<float *>       token_y;      // per token
+    std::vector<float *>       tile_y;       // per thread and row of a tile
+    std::unique_ptr<std::atomic<int32_t>[]> up_done;  // per active expert
+    size_t                     n_up_done = 0;
+    std::vector<uint8_t>       scratch;      // cut up by whoever runs
+    std::vector<uint8_t>       x_copy, ids_copy, weights_copy;
 };
 
 struct RunOptions {
@@ -74,12 +68,24 @@ RunStatus run_expert_matmul(const ExpertMatmul & op, const RunOptions & options,
 
 // What ran since the process started; for reports and for tests that must not pass on another path.
 struct Counters {
-    uint64_t n_matmuls;
+    uint64_t n_layers;        // whole blocks
+    uint64_t n_matmuls;       // single expert projections
     uint64_t n_rows;          // token rows x experts
     uint64_t weight_bytes;    // bytes of the experts that were read, each matmul counted once per active expert
     uint64_t n_dot_experts;   // experts served by the dot kernel
     uint64_t n_gemm_experts;  // experts served by the gemm kernel
 };
 Counters counters();
+void count_layer();
+void count_matmul(const ExpertWeights & w, int64_t n_rows, const Routing & route);
+
+// One tile of one expert: the kernel that suits the number of token rows.
+void multiply(const Kernels & kernels, const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & rows, float * panel);
+
+// Writes the sentence for a pair whose id is out of range (at least 512 bytes).
+void describe_bad_id(const ExpertWeights & w, const ExpertIds & ids, Pair bad, char * error);
+
+// Readies the active experts of `w` on the team. Null, or what is wrong with one of them.
+const char * make_experts_ready(const ExpertWeights & w, const Routing & route, const RunOptions & options);
 
 }  // namespace hybrid_moe

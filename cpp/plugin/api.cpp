@@ -92,13 +92,14 @@ const char * hybrid_moe_available_isas(void) {
     return names.c_str();
 }
 
-void hybrid_moe_counters(uint64_t out[5]) {
+void hybrid_moe_counters(uint64_t out[6]) {
     const Counters c = counters();
     out[0] = c.n_matmuls;
     out[1] = c.n_rows;
     out[2] = c.weight_bytes;
     out[3] = c.n_dot_experts;
     out[4] = c.n_gemm_experts;
+    out[5] = c.n_layers;
 }
 
 hybrid_moe_table * hybrid_moe_table_new(int copied) { return new hybrid_moe_table(copied != 0); }

@@ -25,8 +25,8 @@ HYBRID_MOE_API const char * hybrid_moe_isa(void);
 HYBRID_MOE_API const char * hybrid_moe_team(void);
 HYBRID_MOE_API const char * hybrid_moe_available_isas(void);
 
-// {matmuls, token rows, weight bytes, experts by dot, experts by gemm} since the process started.
-HYBRID_MOE_API void hybrid_moe_counters(uint64_t out[5]);
+// {matmuls, token rows, weight bytes, experts by dot, experts by gemm, whole layers} since the process started.
+HYBRID_MOE_API void hybrid_moe_counters(uint64_t out[6]);
 
 // Expert tables: which bytes of which files stand for a tensor name. A table is used by one load at a time.
 typedef struct hybrid_moe_table hybrid_moe_table;

@@ -1,6 +1,8 @@
 // A compute instance: walks the split that ggml gives us, node by node.
 #include "plugin/describe.h"
 #include "plugin/device.h"
+#include "plugin/elementwise.h"
+#include "plugin/recognise.h"
 #include "plugin/settings.h"
 
 #include <exception>
@@ -40,12 +42,8 @@ std::string name_of_node(const ggml_tensor * node) {
            (w ? host().ggml_type_name(w->type) : "?") + "): ";
 }
 
-ggml_status compute_node(BackendContext & ctx, const ggml_tensor * node) {
-    ExpertMatmul op;
-    if (const char * why = describe_matmul(node, op)) return fail(name_of_node(node) + why);
-    const RunOptions options = {settings().kernels, ctx.n_threads, ctx.abort, ctx.abort_data};
-    char error[512];
-    switch (run_expert_matmul(op, options, ctx.work, error)) {
+ggml_status status_of(RunStatus status, const char * error) {
+    switch (status) {
         case RunStatus::ok:      return GGML_STATUS_SUCCESS;
         case RunStatus::aborted: return GGML_STATUS_ABORTED;
         case RunStatus::failed:  break;
@@ -53,13 +51,44 @@ ggml_status compute_node(BackendContext & ctx, const ggml_tensor * node) {
     return fail(error);
 }
 
+ggml_status compute_matmul(BackendContext & ctx, const RunOptions & options, const ggml_tensor * node) {
+    ExpertMatmul op;
+    if (const char * why = describe_matmul(node, op)) return fail(name_of_node(node) + why);
+    char error[512];
+    return status_of(run_expert_matmul(op, options, ctx.work, error), error);
+}
+
+// Computes the node at i, or the whole block that begins there; moves i behind it.
+ggml_status compute_next(BackendContext & ctx, ggml_cgraph * graph, int & i) {
+    const ggml_tensor * node = host().ggml_graph_node(graph, i);
+    const RunOptions options = {settings().kernels, ctx.n_threads, ctx.abort, ctx.abort_data};
+    if (!(node->flags & GGML_TENSOR_FLAG_COMPUTE)) {
+        i++;
+        return GGML_STATUS_SUCCESS;
+    }
+    if (node->op == GGML_OP_MUL_MAT_ID) {
+        MoeLayer layer;
+        if (const int n_nodes = recognise_layer(graph, i, layer)) {
+            i += n_nodes;
+            char error[512];
+            return status_of(run_moe_layer(layer, options, ctx.work, error), error);
+        }
+        i++;
+        return compute_matmul(ctx, options, node);
+    }
+    i++;
+    if (is_elementwise(node) && !compute_elementwise(node, options.n_threads)) {
+        return fail(std::string(host().ggml_op_name(node->op)) + " '" + node->name + "': an expert number is out of range");
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     BackendContext & ctx = context_of(backend);
     try {
-        for (int i = 0; i < host().ggml_graph_n_nodes(graph); i++) {
-            const ggml_tensor * node = host().ggml_graph_node(graph, i);
-            if (node->op != GGML_OP_MUL_MAT_ID || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) continue;
-            const ggml_status status = compute_node(ctx, node);
+        const int n_nodes = host().ggml_graph_n_nodes(graph);
+        for (int i = 0; i < n_nodes;) {
+            const ggml_status status = compute_next(ctx, graph, i);
             if (status != GGML_STATUS_SUCCESS) return status;
         }
         return GGML_STATUS_SUCCESS;

@@ -2,6 +2,7 @@
 #include "plugin/describe.h"
 
 #include "plugin/buffer.h"
+#include "plugin/elementwise.h"
 
 namespace hybrid_moe {
 namespace {
@@ -25,6 +26,46 @@ const char * refusal(const ggml_tensor * node) {
     return nullptr;
 }
 
+ExpertIds ids_of(const ggml_tensor * ids) {
+    return {static_cast<const uint8_t *>(ids->data), int64_t(ids->nb[1]), int64_t(ids->nb[0]), ids->ne[1], ids->ne[0]};
+}
+
+// Whether a value is made of the output of expert projections in our buffers, and of per-row factors: such nodes belong
+// to the block, whatever backend its inputs come from. Follows the chain of first sources; an ADD must have both sides
+// in it (the sum over experts, and not the residual after it).
+bool stems_from_experts(const ggml_tensor * t) {
+    while (t) {
+        switch (t->op) {
+            case GGML_OP_MUL_MAT_ID:
+                return refusal(t) == nullptr && is_our_buffer(t->src[0]->buffer);
+            case GGML_OP_ADD:
+                if (!t->src[1] || !stems_from_experts(t->src[1])) return false;
+                t = t->src[0];
+                break;
+            case GGML_OP_MUL:
+                if (!t->src[1] || (t->src[1]->ne[0] != 1 && !stems_from_experts(t->src[1]))) return false;
+                t = t->src[0];
+                break;
+            case GGML_OP_GLU:
+                if (t->src[1] && !stems_from_experts(t->src[1])) return false;
+                t = t->src[0];
+                break;
+            case GGML_OP_VIEW:
+            case GGML_OP_ADD_ID:
+            case GGML_OP_UNARY:
+            case GGML_OP_SQR:
+            case GGML_OP_CLAMP:
+            case GGML_OP_SCALE:
+            case GGML_OP_CONT:
+                t = t->src[0];
+                break;
+            default:
+                return false;
+        }
+    }
+    return false;
+}
+
 }  // namespace
 
 bool takes_op(const ggml_tensor * op) {
@@ -38,7 +79,7 @@ bool takes_op(const ggml_tensor * op) {
         case GGML_OP_MUL_MAT_ID:
             return refusal(op) == nullptr;
         default:
-            return false;
+            return is_elementwise(op) && stems_from_experts(op);
     }
 }
 
@@ -60,11 +101,7 @@ const char * describe_matmul(const ggml_tensor * node, ExpertMatmul & out) {
     if (e.shape.type == WeightType::fp8_e4m3 && !e.scattered) {
         return "an I8 tensor whose FP8 scales are unknown: load the model through hybrid_moe_ext";
     }
-    out.n_tokens         = ids->ne[1];
-    out.n_used           = ids->ne[0];
-    out.ids              = static_cast<const uint8_t *>(ids->data);
-    out.ids_token_stride = int64_t(ids->nb[1]);
-    out.ids_slot_stride  = int64_t(ids->nb[0]);
+    out.ids              = ids_of(ids);
     out.x                = static_cast<const uint8_t *>(x->data);
     out.n_x_slots        = x->ne[1];
     out.x_token_stride   = int64_t(x->nb[2]);

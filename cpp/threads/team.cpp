@@ -161,6 +161,13 @@ void run_team(int n_threads, TeamFunction f, void * context) {
     }
 }
 
+void spin_once() {
+    // A thread that is waited for may have lost its core to somebody: yield now and then.
+    thread_local unsigned steps = 0;
+    if (++steps % 1024) relax();
+    else std::this_thread::yield();
+}
+
 const char * team_provider() { return current() == Provider::openmp ? "openmp" : "pool"; }
 
 bool choose_team_provider(const char * name) {

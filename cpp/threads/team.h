@@ -14,6 +14,9 @@ using TeamFunction = void (*)(void * context, int i_thread, int n_threads);
 // call then runs on fewer.
 void run_team(int n_threads, TeamFunction f, void * context);
 
+// One step of a short wait for another thread of the team: gives the core's other half, or the core, to others.
+void spin_once();
+
 // "openmp" or "pool": what run_team uses in this process.
 const char * team_provider();
 

@@ -32,6 +32,7 @@ class Counters(NamedTuple):
     weight_bytes: int
     n_dot_experts: int
     n_gemm_experts: int
+    n_layers: int  # whole blocks; the matmuls in them are counted above too
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def host_version() -> str:
 
 
 def counters() -> Counters:
-    out = (ctypes.c_uint64 * 5)()
+    out = (ctypes.c_uint64 * 6)()
     library().hybrid_moe_counters(out)
     return Counters(*out)
 
