@@ -25,14 +25,7 @@ void free_backend(ggml_backend_t backend) {
     delete backend;
 }
 
-// For our Python package, which raises it; other hosts have the log.
 thread_local std::string failure;
-
-ggml_status fail(const std::string & sentence) {
-    failure = sentence;
-    host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: %s\n", sentence.c_str());
-    return GGML_STATUS_FAILED;
-}
 
 std::string name_of_node(const ggml_tensor * node) {
     const ggml_tensor * w = node->src[0];
@@ -42,7 +35,7 @@ std::string name_of_node(const ggml_tensor * node) {
 
 ggml_status compute_node(BackendContext & ctx, const ggml_tensor * node) {
     ExpertMatmul op;
-    if (const char * why = describe_matmul(node, op)) return fail(name_of_node(node) + why);
+    if (const char * why = describe_matmul(node, op)) return report_failure(name_of_node(node) + why);
     const RunOptions options = {settings().kernels, ctx.n_threads, ctx.abort, ctx.abort_data};
     char error[512];
     switch (run_expert_matmul(op, options, ctx.work, error)) {
@@ -50,7 +43,7 @@ ggml_status compute_node(BackendContext & ctx, const ggml_tensor * node) {
         case RunStatus::aborted: return GGML_STATUS_ABORTED;
         case RunStatus::failed:  break;
     }
-    return fail(error);
+    return report_failure(error);
 }
 
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
@@ -92,6 +85,12 @@ const ggml_backend_i backend_interface = {
 ggml_guid guid = {0x6b, 0x1e, 0xd2, 0x47, 0x90, 0x3c, 0x4f, 0x0a, 0xa7, 0x55, 0x18, 0xe9, 0xcc, 0x02, 0x7d, 0x31};
 
 }  // namespace
+
+ggml_status report_failure(const std::string & sentence) {
+    failure = sentence;
+    host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: %s\n", sentence.c_str());
+    return GGML_STATUS_FAILED;
+}
 
 std::string take_failure() {
     std::string sentence;
