@@ -72,9 +72,10 @@ def test_unknown_architecture_lists_the_known(tmp_path):
     refused(tmp_path, "GPT2LMHeadModel", "DeepseekV3ForCausalLM", kind=UnsupportedModelError)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+QWEN = "qwen3_moe"
+NONSENSE = [
+    (fx.DEFAULT, field, value)
+    for field, value in [
         ("num_hidden_layers", -1),
         ("num_hidden_layers", None),
         ("num_hidden_layers", "3"),
@@ -98,31 +99,76 @@ def test_unknown_architecture_lists_the_known(tmp_path):
         ("vocab_size", None),
         ("eos_token_id", 300),
         ("bos_token_id", "first"),
-    ],
-)
-def test_nonsense_in_config(tmp_path, field, value):
-    fx.write_checkpoint(tmp_path)
+    ]
+]
+NONSENSE += [
+    (QWEN, field, value)
+    for field, value in [
+        ("num_hidden_layers", None),
+        ("hidden_size", 0),
+        ("num_attention_heads", None),
+        ("num_key_value_heads", None),
+        ("num_key_value_heads", 3),  # does not divide the heads
+        ("num_key_value_heads", 8),  # more than heads
+        ("head_dim", 31),
+        ("head_dim", 0),
+        ("head_dim", "32"),
+        ("num_experts", None),
+        ("num_experts", 513),
+        ("num_experts_per_tok", 5),
+        ("moe_intermediate_size", None),
+        ("max_position_embeddings", None),
+        ("norm_topk_prob", None),  # transformers' default is false, which llama.cpp cannot run
+        ("tie_word_embeddings", "no"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4}),
+        ("vocab_size", None),
+    ]
+]
+
+
+@pytest.mark.parametrize(("family", "field", "value"), NONSENSE)
+def test_nonsense_in_config(tmp_path, family, field, value):
+    fx.write_checkpoint(tmp_path, family=family)
     edit(tmp_path / "config.json", **{field: value})
     named = "original_max_position_embeddings" if isinstance(value, dict) else field
     refused(tmp_path, "config.json", named)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 128}
+IMPOSSIBLE = [
+    (fx.DEFAULT, field, value)
+    for field, value in [
         ("scoring_func", "softmax"),
         ("topk_method", "greedy"),
         ("hidden_act", "gelu"),
         ("moe_layer_freq", 2),
         ("rope_interleave", False),
         ("rope_scaling", {"type": "longrope"}),
-        ("rope_scaling", {"type": "yarn", "factor": 4, "mscale": 1.0, "mscale_all_dim": 0.7}),
-        ("rope_scaling", {"type": "yarn", "factor": 4}),
+        ("rope_scaling", YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}),
+        ("rope_scaling", YARN),
         ("num_hidden_layers", 27),  # llama.cpp takes it for DeepSeek-V2-Lite and ignores q_lora_rank
-    ],
-)
-def test_what_llama_cpp_cannot_run(tmp_path, field, value):
-    fx.write_checkpoint(tmp_path)
+    ]
+]
+IMPOSSIBLE += [
+    (QWEN, field, value)
+    for field, value in [
+        ("decoder_sparse_step", 2),
+        ("mlp_only_layers", [0]),
+        ("norm_topk_prob", False),
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("use_sliding_window", True),
+        ("rope_scaling", {"type": "dynamic", "factor": 4}),
+        ("rope_scaling", YARN | {"mscale_all_dim": 1.0}),
+        ("rope_scaling", YARN | {"attention_factor": 1.1}),
+        ("rope_scaling", YARN | {"truncate": False}),
+    ]
+]
+
+
+@pytest.mark.parametrize(("family", "field", "value"), IMPOSSIBLE)
+def test_what_llama_cpp_cannot_run(tmp_path, family, field, value):
+    fx.write_checkpoint(tmp_path, family=family)
     edit(tmp_path / "config.json", **{field: value})
     refused(tmp_path, "config.json", kind=UnsupportedModelError)
 
@@ -298,6 +344,30 @@ def test_missing_tensor(tmp_path, tensors, name):
     refused(tmp_path, name, "missing")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.1.mlp.experts.3.down_proj.weight",
+        "model.layers.1.mlp.experts.3.down_proj.weight_scale_inv",
+    ],
+)
+def test_qwen_tensor_missing_or_misshapen(tmp_path, name):
+    tensors = fx.random_tensors(fx.FAMILIES[QWEN].config, "fp8")
+    fx.write_checkpoint(tmp_path, family=QWEN, tensors=without(tensors, name))
+    refused(tmp_path, name, "missing")
+    dtype, bits = tensors[name]
+    fx.write_checkpoint(tmp_path, family=QWEN, tensors=tensors | {name: (dtype, bits[:-1])})
+    refused(tmp_path, name, "shape")
+
+
+def test_config_and_weights_of_two_families(tmp_path):
+    fx.write_checkpoint(tmp_path, family=QWEN, tensors=fx.random_tensors(fx.CONFIG, "fp8"))
+    refused(tmp_path, "model.layers.0.self_attn.q_proj.weight", "missing")
+
+
 def test_missing_expert(tmp_path, tensors):
     gone = [name for name in tensors if ".layers.2.mlp.experts.3." in name]
     fx.write_checkpoint(tmp_path, tensors=without(tensors, *gone))
@@ -383,7 +453,7 @@ def test_no_end_token(tmp_path):
         ({"added_tokens": 5}, ("added_tokens",)),
         ({"pre_tokenizer": {"type": "Metaspace"}}, ("Metaspace", "deepseek-v3")),
         ({"pre_tokenizer": None}, ("none", "deepseek-v3")),
-        ({"pre_tokenizer": {**fx.GPT2, "add_prefix_space": True}}, ("ByteLevel",)),
+        ({"pre_tokenizer": {**fx.BYTE_LEVEL, "add_prefix_space": True}}, ("ByteLevel",)),
     ],
 )
 def test_tokenizer_that_cannot_be_carried(tmp_path, changes, words):
@@ -407,13 +477,17 @@ def places(value: object, at: tuple = ()) -> list[tuple]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", ["config", "tokenizer", "tokenizer_config", "generation_config", "model.safetensors.index"]
-)
-def test_any_node_replaced(tmp_path, name):
+SMALL = {
+    fx.DEFAULT: {"num_hidden_layers": 2, "num_nextn_predict_layers": 0, "n_routed_experts": 2, "n_group": 1},
+    QWEN: {"num_hidden_layers": 1, "num_experts": 2},
+}
+FILES = ["config", "tokenizer", "tokenizer_config", "generation_config", "model.safetensors.index"]
+
+
+@pytest.mark.parametrize(("family", "name"), [*((fx.DEFAULT, name) for name in FILES), (QWEN, "config")])
+def test_any_node_replaced(tmp_path, family, name):
     """Whatever stands where: it opens, or CheckpointError; never another exception."""
-    small = {"num_hidden_layers": 2, "num_nextn_predict_layers": 0, "n_routed_experts": 2, "n_group": 1}
-    fx.write_checkpoint(tmp_path, **small)
+    fx.write_checkpoint(tmp_path, family=family, **SMALL[family])
     open_checkpoint(tmp_path)
     fx.write_json(tmp_path / "generation_config.json", {"eos_token_id": [1], "bos_token_id": 0})
     path = tmp_path / f"{name}.json"

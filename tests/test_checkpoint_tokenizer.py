@@ -9,6 +9,7 @@ import importlib.util
 import json
 import random
 import shutil
+import unicodedata
 from pathlib import Path
 
 import checkpoint_fixtures as fx
@@ -30,6 +31,7 @@ TEXTS = [
     "Привет мир, Ελληνικά, עברית, العربية हिन्दी ไทย",
     "$x^2 + \\alpha_{i}$ <tag attr='v'/> || && != === it's I'LL we've",
     "<｜User｜>hi<think>ok</think><｜end▁of▁sentence｜> the in th",
+    "<|im_start|>user\nthe<|im_end|>\n<tool_call>in <|fim_prefix|>th<|endoftext|>",
 ]
 
 
@@ -58,6 +60,19 @@ def test_tokens_types_and_padding(directory):
     assert v.types[263] == TokenType.USER_DEFINED and v.types[299] == TokenType.UNUSED
     assert v.merges == ["t h", "th e", "Ġ the", "i n"]
     assert (v.pre, v.bos, v.eos, v.pad, v.add_bos, v.add_eos) == ("gpt-2", 0, [1], 1, True, False)
+
+
+def test_qwen_special_tokens(tmp_path):
+    """Two ends, of which the first is the chat's; the BOS has an id but is not added."""
+    fx.write_checkpoint(tmp_path, family="qwen3_moe")
+    v = open_checkpoint(tmp_path).vocabulary
+    assert (v.pre, v.bos, v.eos, v.pad, v.add_bos, v.add_eos) == ("qwen2", 260, [262, 260], 260, False, False)
+    assert v.tokens[262] == "<|im_end|>" and v.chat_template and "<|im_start|>" in v.chat_template
+    control = [TokenType.CONTROL] * 3
+    assert v.types[260:266] == [*control, TokenType.USER_DEFINED, TokenType.CONTROL, TokenType.USER_DEFINED]
+    (tmp_path / "generation_config.json").unlink()
+    v = open_checkpoint(tmp_path).vocabulary
+    assert (v.bos, v.eos, v.pad) == (260, [262], 260)  # from config.json, the pad by its text
 
 
 def test_merges_as_pairs(directory):
@@ -108,7 +123,7 @@ def pre_tokenizer(steps: tuple[str, ...]) -> dict:
             nodes.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
         elif kind == "digits":
             nodes.append({"type": "Digits", "individual_digits": True})
-    nodes.append({**fx.GPT2, "use_regex": "gpt2" in steps})
+    nodes.append({**fx.BYTE_LEVEL, "use_regex": "gpt2" in steps})
     return {"type": "Sequence", "pretokenizers": nodes}
 
 
@@ -137,6 +152,9 @@ def released_tokenizer() -> Path:
 
 def check_ids(directory: Path, texts: list[str]) -> None:
     """llama.cpp on our GGUF against Hugging Face on the released files; added tokens are matched by both."""
+    # Qwen's files ask for NFC, which llama.cpp leaves to the caller; DeepSeek's do not, and see the texts as they are.
+    if '"NFC"' in (directory / "tokenizer.json").read_text(encoding="utf-8"):
+        texts = [unicodedata.normalize("NFC", text) for text in texts]
     llama = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     path = directory / "model.gguf"
@@ -159,8 +177,10 @@ def check_ids(directory: Path, texts: list[str]) -> None:
     assert not wrong, wrong[:3]
 
 
-def test_ids_of_the_small_tokenizer(directory):
-    check_ids(directory, TEXTS + random_texts(300))
+@pytest.mark.parametrize("family", fx.FAMILIES)
+def test_ids_of_the_small_tokenizer(tmp_path, family):
+    fx.write_checkpoint(tmp_path, family=family)
+    check_ids(tmp_path, TEXTS + random_texts(300))
 
 
 def test_ids_of_the_released_tokenizer(tmp_path):
@@ -170,4 +190,24 @@ def test_ids_of_the_released_tokenizer(tmp_path):
         shutil.copy(released / name, tmp_path / name)
     v = open_checkpoint(tmp_path).vocabulary
     assert (v.pre, v.bos, v.eos, len(v.tokens)) == ("deepseek-v3", 0, [1], 129280)
+    check_ids(tmp_path, TEXTS + random_texts(500))
+
+
+def test_ids_of_qwen_rules_over_a_large_vocabulary(tmp_path):
+    """No package carries Qwen's tokenizer.json: its rules and special tokens, over the first of DeepSeek's tokens."""
+    n = 20_000
+    released = json.loads((released_tokenizer() / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    # DeepSeek's own special tokens under other names: llama.cpp knows an end by its text.
+    vocab = {token.replace("<｜", "<-"): i for token, i in released["vocab"].items() if i < n}
+    merges = [merge for merge in released["merges"] if merge.replace(" ", "") in vocab]
+    content = fx.tokenizer_json("qwen3_moe")
+    for i, added in enumerate(content["added_tokens"]):
+        added["id"] = vocab[added["content"]] = n + i
+    content["model"] |= {"vocab": vocab, "merges": merges}
+    ends = {"bos_token_id": n, "eos_token_id": n + 2}
+    fx.write_checkpoint(tmp_path, "BF16", n_shards=1, family="qwen3_moe", vocab_size=n + 100, **ends)
+    fx.write_json(tmp_path / "tokenizer.json", content)
+    (tmp_path / "generation_config.json").unlink()
+    v = open_checkpoint(tmp_path).vocabulary
+    assert (v.pre, v.eos, v.tokens[n + 2], len(v.merges) > n // 2) == ("qwen2", [n + 2], "<|im_end|>", True)
     check_ids(tmp_path, TEXTS + random_texts(500))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import checkpoint_fixtures as fx
 import gguf
 import numpy as np
@@ -32,54 +34,69 @@ def test_bf16_rounding():
     assert np.isnan(fx.from_bf16(rounded[nan])).all()
 
 
-@pytest.fixture(scope="module", params=["fp8", "BF16", "F16", "F32"])
+MODELS = [("deepseek_v3", dtype) for dtype in ("fp8", "BF16", "F16", "F32")]
+MODELS += [("qwen3_moe", dtype) for dtype in ("fp8", "BF16")]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
 def model(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp(request.param)
-    return directory, fx.write_checkpoint(directory, request.param), request.param
+    family, dtype = request.param
+    directory = tmp_path_factory.mktemp(dtype)
+    return directory, fx.write_checkpoint(directory, dtype, family=family), family, dtype
 
 
-def expected_tensors(tensors: dict) -> dict[str, np.ndarray]:
+NAMES = {  # released -> GGUF, the part after the layer; a layer has those that were released for it
+    "input_layernorm": "attn_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+}
+NAMES |= {f"mlp.{p}_proj": f"ffn_{p}" for p in ("gate", "up", "down")}
+NAMES |= {f"mlp.shared_experts.{p}_proj": f"ffn_{p}_shexp" for p in ("gate", "up", "down")}
+
+
+def expected_tensors(tensors: dict, family: str) -> dict[str, np.ndarray]:
     """GGUF name -> float32, made here by hand from the released names."""
+    release = fx.FAMILIES[family]
     found = {
         "token_embd.weight": fx.unpack(tensors, "model.embed_tokens.weight"),
         "output_norm.weight": fx.unpack(tensors, "model.norm.weight"),
         "output.weight": fx.unpack(tensors, "lm_head.weight"),
     }
-    names = {
-        "input_layernorm": "attn_norm",
-        "self_attn.q_a_proj": "attn_q_a",
-        "self_attn.q_a_layernorm": "attn_q_a_norm",
-        "self_attn.q_b_proj": "attn_q_b",
-        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-        "self_attn.o_proj": "attn_output",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    dense = {f"mlp.{p}_proj": f"ffn_{p}" for p in ("gate", "up", "down")}
-    moe = {f"mlp.shared_experts.{p}_proj": f"ffn_{p}_shexp" for p in ("gate", "up", "down")}
-    moe["mlp.gate"] = "ffn_gate_inp"
-    for layer in range(fx.CONFIG["num_hidden_layers"]):
+    for layer in range(release.config["num_hidden_layers"]):
         old, new = f"model.layers.{layer}.", f"blk.{layer}."
-        for a, b in (names | (moe if layer else dense)).items():
-            found[f"{new}{b}.weight"] = fx.unpack(tensors, f"{old}{a}.weight")
-        kv_b = fx.unpack(tensors, old + "self_attn.kv_b_proj.weight").reshape(HEADS, NOPE + V, KV)
-        found[new + "attn_k_b.weight"] = kv_b[:, :NOPE].transpose(0, 2, 1)
-        found[new + "attn_v_b.weight"] = kv_b[:, NOPE:]
-        if layer:
+        for a, b in NAMES.items():
+            if f"{old}{a}.weight" in tensors:
+                found[f"{new}{b}.weight"] = fx.unpack(tensors, f"{old}{a}.weight")
+        if old + "self_attn.kv_b_proj.weight" in tensors:
+            kv_b = fx.unpack(tensors, old + "self_attn.kv_b_proj.weight").reshape(HEADS, NOPE + V, KV)
+            found[new + "attn_k_b.weight"] = kv_b[:, :NOPE].transpose(0, 2, 1)
+            found[new + "attn_v_b.weight"] = kv_b[:, NOPE:]
+        if old + "mlp.gate.e_score_correction_bias" in tensors:
             found[new + "exp_probs_b.bias"] = fx.unpack(tensors, old + "mlp.gate.e_score_correction_bias")
-            for p in ("gate", "up", "down"):
-                name = f"{old}mlp.experts.{{}}.{p}_proj.weight"
-                experts = [fx.unpack(tensors, name.format(e)) for e in range(fx.CONFIG["n_routed_experts"])]
-                found[f"{new}ffn_{p}_exps.weight"] = np.stack(experts)
+        for p in ("gate", "up", "down") if old + "mlp.gate.weight" in tensors else ():
+            name = f"{old}mlp.experts.{{}}.{p}_proj.weight"
+            experts = [fx.unpack(tensors, name.format(e)) for e in range(release.config[release.n_experts])]
+            found[f"{new}ffn_{p}_exps.weight"] = np.stack(experts)
     return found
 
 
 @pytest.mark.parametrize("dense_type", ["bf16", "q8_0", "f32"])
 def test_every_tensor(model, dense_type, tmp_path):
-    directory, tensors, _ = model
+    directory, tensors, family, _ = model
     open_checkpoint(directory).virtual_gguf(dense_type).write(tmp_path / "model.gguf")
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
-    expected = expected_tensors(tensors)
+    expected = expected_tensors(tensors, family)
     assert {tensor.name for tensor in reader.tensors} == set(expected)
     for tensor in reader.tensors:
         want = expected[tensor.name]
@@ -101,7 +118,7 @@ def test_every_tensor(model, dense_type, tmp_path):
 
 
 def test_experts_are_references(model, tmp_path):
-    directory, tensors, dtype = model
+    directory, tensors, _, dtype = model
     checkpoint = open_checkpoint(directory)
     virtual = checkpoint.virtual_gguf()
     virtual.write(tmp_path / "model.gguf")
@@ -117,7 +134,7 @@ def test_experts_are_references(model, tmp_path):
         assert stored == b"".join(tensors[name][1].tobytes() for name in names)
         if dtype == "fp8":
             assert expert.block == (128, 128) and expert.scales is not None
-            scales = np.stack([tensors[name + "_scale_inv"][1] for name in names])
+            scales = np.stack([fx.unpack(tensors, name + "_scale_inv") for name in names])
             np.testing.assert_array_equal(expert.read_scales(), scales)
         else:
             assert expert.scales is None and expert.block is None
@@ -131,7 +148,7 @@ def read(ref: TensorRef) -> bytes:
 
 @pytest.mark.parametrize("dense_type", ["bf16", "q8_0", "f32"])
 def test_any_piece_equals_the_whole(model, dense_type, tmp_path):
-    directory, _, _ = model
+    directory, *_ = model
     virtual = open_checkpoint(directory).virtual_gguf(dense_type)
     virtual.write(tmp_path / "model.gguf")
     whole = (tmp_path / "model.gguf").read_bytes()
@@ -171,6 +188,18 @@ def test_symlinked_shards_as_in_the_hub_cache(tmp_path):
     for path in (tmp_path / "blobs").iterdir():
         (snapshot / path.name).symlink_to(path)
     assert open_checkpoint(snapshot).n_expert == 4
+
+
+def test_qwen_in_the_summary_and_without_a_head_dim(tmp_path):
+    fx.write_checkpoint(tmp_path, family="qwen3_moe", head_dim=24)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("head_dim") == config["hidden_size"] // config["num_attention_heads"]
+    fx.write_json(tmp_path / "config.json", config)
+    checkpoint = open_checkpoint(tmp_path)
+    summary = checkpoint.summary()
+    assert checkpoint.hparams.head_dim == 24
+    assert (summary.architecture, summary.n_layer, summary.n_expert) == ("Qwen3MoeForCausalLM", 2, 4)
+    assert summary.block == (128, 128) and summary.n_skipped == 0 and "F32" not in summary.dtype_bytes
 
 
 def test_summary_and_skipped_layers(tmp_path):

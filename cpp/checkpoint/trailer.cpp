@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstring>
+#include <set>
 #include <stdexcept>
 
 namespace hybrid_moe {
@@ -65,6 +66,12 @@ struct Cursor {
     template <class T> T get() { return load<T>(take(sizeof(T))); }
 };
 
+// An expert tensor of codes, as llama.cpp names them.
+bool holds_codes(const GgufTensor & t) {
+    constexpr uint32_t ggml_type_i8 = 24;
+    return t.type == ggml_type_i8 && t.ne[3] == 1 && t.name.find("_exps.") != std::string::npos;
+}
+
 }  // namespace
 
 bool Trailer::present(const Reader & reader, uint64_t file_size) {
@@ -98,6 +105,39 @@ std::shared_ptr<const Trailer> Trailer::read(const Reader & reader, uint64_t fil
     }
     trailer->parse_table();
     return trailer;
+}
+
+std::shared_ptr<const Trailer> Trailer::of_gguf(const Reader & reader, uint64_t file_size) {
+    const std::optional<GgufHeader> header = read_gguf_header(reader, file_size);
+    if (!header) return nullptr;
+    bool is_fp8 = header->has_fp8_mark;
+    for (const GgufTensor & t : header->tensors) is_fp8 = is_fp8 || holds_codes(t);
+    if (!is_fp8) return nullptr;
+    std::shared_ptr<const Trailer> trailer = read(reader, file_size);
+    trailer->check_tensors(*header);
+    return trailer;
+}
+
+// Both ways: scales for something else mean that table and tensors are of two files.
+void Trailer::check_tensors(const GgufHeader & header) const {
+    std::set<std::string> seen;
+    for (const GgufTensor & t : header.tensors) {
+        if (!holds_codes(t)) continue;
+        seen.insert(t.name);
+        const Entry * e = find(t.name);
+        if (!e) throw std::runtime_error("its FP8 trailer has no scales for tensor '" + t.name + "'" + remedy);
+        if (uint64_t(e->k) != t.ne[0] || uint64_t(e->n_rows) != t.ne[1] || uint64_t(e->n_expert) != t.ne[2]) {
+            throw std::runtime_error("its FP8 trailer has another shape for tensor '" + t.name + "' than its header" + remedy);
+        }
+        if (e->data_offset != t.offset) {
+            throw std::runtime_error("its FP8 trailer has tensor '" + t.name + "' at another place than its header" + remedy);
+        }
+    }
+    for (const auto & [name, entry] : entries_) {
+        if (!seen.count(name)) {
+            throw std::runtime_error("its FP8 trailer has scales for '" + name + "', which is no FP8 tensor of this file" + remedy);
+        }
+    }
 }
 
 void Trailer::parse_table() {

@@ -2,11 +2,11 @@
 // the bytes come from is the caller's business.
 #pragma once
 
+#include "checkpoint/gguf_header.h"
 #include "moe/expert_tensor.h"
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -30,12 +30,15 @@ public:
         size_t    scale_offset;  // into bytes_
     };
 
-    // Reads n bytes at `offset` into `out`; false when they cannot be had.
-    using Reader = std::function<bool(uint64_t offset, size_t n, void * out)>;
+    using Reader = FileReader;
 
     // From a file of `file_size` bytes. Throws std::runtime_error with one sentence: no trailer, truncated, another
     // version, wrong checksum, or a table that contradicts itself.
     static std::shared_ptr<const Trailer> read(const Reader & reader, uint64_t file_size);
+
+    // The trailer of a GGUF file that must have one, by its mark or by experts of type I8, checked against the file's
+    // own list of tensors; null for every other file. Throws as read() does.
+    static std::shared_ptr<const Trailer> of_gguf(const Reader & reader, uint64_t file_size);
 
     // The footer alone: false when the file has none (an ordinary GGUF).
     static bool present(const Reader & reader, uint64_t file_size);
@@ -50,6 +53,7 @@ public:
 
 private:
     void parse_table();
+    void check_tensors(const GgufHeader & header) const;
 
     std::vector<uint8_t> bytes_;  // table and scales
     uint64_t             offset_ = 0;

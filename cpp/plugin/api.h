@@ -16,7 +16,7 @@ HYBRID_MOE_API const char * hybrid_moe_error(void);
 // Why ggml_backend_init last returned null; empty when it did not.
 HYBRID_MOE_API const char * hybrid_moe_refusal(void);
 
-// Why the last computation of this thread failed, once; empty when none did.
+// Why the last load or computation of this thread failed, once; empty when none did.
 HYBRID_MOE_API const char * hybrid_moe_take_failure(void);
 
 // The kernels in use ("avx2", ...), what runs the threads ("openmp", "pool"), and the names of all kernels that run

@@ -27,14 +27,7 @@ void free_backend(ggml_backend_t backend) {
     delete backend;
 }
 
-// For our Python package, which raises it; other hosts have the log.
 thread_local std::string failure;
-
-ggml_status fail(const std::string & sentence) {
-    failure = sentence;
-    host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: %s\n", sentence.c_str());
-    return GGML_STATUS_FAILED;
-}
 
 std::string name_of_node(const ggml_tensor * node) {
     const ggml_tensor * w = node->src[0];
@@ -48,12 +41,12 @@ ggml_status status_of(RunStatus status, const char * error) {
         case RunStatus::aborted: return GGML_STATUS_ABORTED;
         case RunStatus::failed:  break;
     }
-    return fail(error);
+    return report_failure(error);
 }
 
 ggml_status compute_matmul(BackendContext & ctx, const RunOptions & options, const ggml_tensor * node) {
     ExpertMatmul op;
-    if (const char * why = describe_matmul(node, op)) return fail(name_of_node(node) + why);
+    if (const char * why = describe_matmul(node, op)) return report_failure(name_of_node(node) + why);
     char error[512];
     return status_of(run_expert_matmul(op, options, ctx.work, error), error);
 }
@@ -78,7 +71,7 @@ ggml_status compute_next(BackendContext & ctx, ggml_cgraph * graph, int & i) {
     }
     i++;
     if (is_elementwise(node) && !compute_elementwise(node, options.n_threads)) {
-        return fail(std::string(host().ggml_op_name(node->op)) + " '" + node->name + "': an expert number is out of range");
+        return report_failure(std::string(host().ggml_op_name(node->op)) + " '" + node->name + "': an expert number is out of range");
     }
     return GGML_STATUS_SUCCESS;
 }
@@ -121,6 +114,12 @@ const ggml_backend_i backend_interface = {
 ggml_guid guid = {0x6b, 0x1e, 0xd2, 0x47, 0x90, 0x3c, 0x4f, 0x0a, 0xa7, 0x55, 0x18, 0xe9, 0xcc, 0x02, 0x7d, 0x31};
 
 }  // namespace
+
+ggml_status report_failure(const std::string & sentence) {
+    failure = sentence;
+    host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: %s\n", sentence.c_str());
+    return GGML_STATUS_FAILED;
+}
 
 std::string take_failure() {
     std::string sentence;

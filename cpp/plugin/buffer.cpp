@@ -23,6 +23,7 @@ struct BufferContext {
     uint8_t * base  = nullptr;
     size_t    size  = 0;
     bool      owned = false;
+    std::shared_ptr<const void> trailer;  // of the mapped file, if it has one
     // Tensors whose bytes lie in a checkpoint: their own memory stays empty.
     std::map<const ggml_tensor *, std::unique_ptr<ExpertTensor>> aliases;
 };
@@ -66,8 +67,7 @@ ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
         context_of(buffer).aliases[tensor] = std::move(experts);
         return GGML_STATUS_SUCCESS;
     } catch (const std::exception & e) {
-        host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: %s\n", e.what());
-        return GGML_STATUS_FAILED;
+        return report_failure(e.what());
     }
 }
 
@@ -180,13 +180,13 @@ ggml_backend_buffer_type_t buffer_type() {
 }
 
 ggml_backend_buffer_t buffer_from_host_ptr(void * ptr, size_t size) {
+    auto ctx = std::make_unique<BufferContext>();
     try {
-        check_mapped_model(ptr, size);
+        ctx->trailer = check_mapped_model(ptr);
     } catch (const std::exception & e) {
-        host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: %s\n", e.what());
+        report_failure(e.what());
         return nullptr;
     }
-    auto ctx = std::make_unique<BufferContext>();
     ctx->base = static_cast<uint8_t *>(ptr);
     ctx->size = size;
     return host().ggml_backend_buffer_init(buffer_type(), buffer_interface, ctx.release(), size);

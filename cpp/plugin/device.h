@@ -13,7 +13,10 @@ ggml_backend_reg_t registry();
 // A compute instance; several may exist, each with its own thread count.
 ggml_backend_t new_backend();
 
-// The sentence of the last graph of this thread that failed, once; else empty.
+// Logs a sentence and keeps it for our Python package, which raises it; other hosts have the log.
+ggml_status report_failure(const std::string & sentence);
+
+// The sentence of the last load or graph of this thread that failed, once; else empty.
 std::string take_failure();
 
 void set_n_threads(ggml_backend_t backend, int n_threads);

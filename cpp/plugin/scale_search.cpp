@@ -10,9 +10,11 @@
 
 #include <cinttypes>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <tuple>
 
@@ -102,46 +104,19 @@ Trailer::Reader reader_of(int fd) {
     };
 }
 
-// Reads the KV pairs at the head of a GGUF up to the first array: `convert` writes the mark before the vocabulary.
-bool is_marked(const MappedFile & m) {
-    static const char key[] = "hybrid_moe.fp8.version";
-    constexpr uint32_t type_bytes[13] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
-    const uint64_t end = m.size < (1u << 20) ? m.size : (1u << 20);
-    uint64_t at = 24;  // magic, version, tensor count, KV count
-    if (m.size < at || memcmp(m.base, "GGUF", 4) != 0) return false;
-    for (;;) {
-        uint64_t key_len;
-        if (at + 8 > end) return false;
-        memcpy(&key_len, m.base + at, 8);
-        if (key_len > end || at + 8 + key_len + 4 > end) return false;
-        if (key_len == sizeof key - 1 && !memcmp(m.base + at + 8, key, key_len)) return true;
-        uint32_t type;
-        memcpy(&type, m.base + at + 8 + key_len, 4);
-        at += 8 + key_len + 4;
-        if (type == 8) {  // string
-            uint64_t len;
-            if (at + 8 > end) return false;
-            memcpy(&len, m.base + at, 8);
-            if (len > end) return false;
-            at += 8 + len;
-        } else if (type < 13 && type_bytes[type]) {
-            at += type_bytes[type];
-        } else {
-            return false;
-        }
-    }
-}
-
 // Trailers in use, so that the tensors of one model share one.
 std::mutex cache_mutex;
 std::map<std::tuple<uint64_t, uint64_t, uint64_t>, std::weak_ptr<const Trailer>> cache;
 
+// Null when the file needs none.
 std::shared_ptr<const Trailer> mapped_trailer(const MappedFile & m) {
     const std::lock_guard<std::mutex> lock(cache_mutex);
     std::weak_ptr<const Trailer> & slot = cache[{0, uintptr_t(m.base), m.size}];
     std::shared_ptr<const Trailer> trailer = slot.lock();
     // The address may have belonged to another file before: a cached trailer must still be the one in the mapping.
-    if (!trailer || !trailer->same_as(reader_of(m), file_size_of(m))) slot = trailer = Trailer::read(reader_of(m), file_size_of(m));
+    if (!trailer || !trailer->same_as(reader_of(m), file_size_of(m))) {
+        slot = trailer = Trailer::of_gguf(reader_of(m), file_size_of(m));
+    }
     return trailer;
 }
 
@@ -159,27 +134,64 @@ struct OpenModel {
     std::shared_ptr<const Trailer> trailer;
 };
 
-// Every regular file this process has open that ends in a trailer of ours. Opened anew: the host may have its own
-// with O_DIRECT, and closes it after the load.
-std::vector<OpenModel> open_models() {
+// One descriptor of ours per file, however many tensors wait for their first use with it.
+std::map<FileId, std::weak_ptr<OpenFile>> our_files;
+
+std::shared_ptr<OpenFile> open_again(const std::string & path, const FileId & id) {
+    const std::lock_guard<std::mutex> lock(cache_mutex);
+    std::weak_ptr<OpenFile> & slot = our_files[id];
+    std::shared_ptr<OpenFile> file = slot.lock();
+    if (!file) {
+        const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+        if (fd < 0) return nullptr;
+        slot = file = std::make_shared<OpenFile>(fd);
+    }
+    return file;
+}
+
+// Throws std::runtime_error; null when the file needs no trailer.
+std::shared_ptr<const Trailer> trailer_of(const OpenFile & file, const FileId & id, uint64_t size) {
+    const std::lock_guard<std::mutex> lock(cache_mutex);
+    std::weak_ptr<const Trailer> & slot = cache[{id.device, id.inode, size}];
+    std::shared_ptr<const Trailer> trailer = slot.lock();
+    if (!trailer || !trailer->same_as(reader_of(file.fd), size)) slot = trailer = Trailer::of_gguf(reader_of(file.fd), size);
+    return trailer;
+}
+
+std::string path_of(const std::string & link) {
+    char path[4096];
+    const ssize_t n = readlink(link.c_str(), path, sizeof path);
+    return n > 0 ? std::string(path, size_t(n)) : link;
+}
+
+// By the host's own descriptor, which may be O_DIRECT: a file that is not ours is not opened anew, because closing a
+// second descriptor would release the host's record locks on it.
+bool begins_like_gguf(int fd) {
+    alignas(4096) char block[4096];
+    return pread(fd, block, sizeof block, 0) >= 4 && !memcmp(block, "GGUF", 4);
+}
+
+// Every FP8 GGUF that this process has open. Opened anew: the host may have its own with O_DIRECT, and closes it after
+// the load. `faults` gets a sentence per damaged one.
+std::vector<OpenModel> open_models(std::string & faults) {
     std::vector<OpenModel> out;
-    std::map<FileId, bool> seen;
+    std::set<FileId> seen;
     std::unique_ptr<DIR, int (*)(DIR *)> dir(opendir("/proc/self/fd"), closedir);
     while (dirent * entry = dir ? readdir(dir.get()) : nullptr) {
         const std::string path = std::string("/proc/self/fd/") + entry->d_name;
         struct stat st;
-        if (stat(path.c_str(), &st) != 0 || !S_ISREG(st.st_mode) || st.st_size < int64_t(trailer_footer_bytes)) continue;
-        if (!seen.emplace(FileId{uint64_t(st.st_dev), uint64_t(st.st_ino)}, true).second) continue;
-        const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-        if (fd < 0) continue;
-        auto file = std::make_shared<OpenFile>(fd);
-        const uint64_t size = uint64_t(st.st_size);
-        if (!Trailer::present(reader_of(fd), size)) continue;
-        const std::lock_guard<std::mutex> lock(cache_mutex);
-        std::weak_ptr<const Trailer> & slot = cache[{uint64_t(st.st_dev), uint64_t(st.st_ino), size}];
-        std::shared_ptr<const Trailer> trailer = slot.lock();
-        if (!trailer || !trailer->same_as(reader_of(fd), size)) slot = trailer = Trailer::read(reader_of(fd), size);
-        out.push_back({file, trailer});
+        if (stat(path.c_str(), &st) != 0 || !S_ISREG(st.st_mode)) continue;
+        const FileId id = {uint64_t(st.st_dev), uint64_t(st.st_ino)};
+        if (seen.count(id)) continue;
+        if (!begins_like_gguf(atoi(entry->d_name))) continue;
+        const std::shared_ptr<OpenFile> file = open_again(path, id);
+        if (!file) continue;
+        seen.insert(id);
+        try {
+            if (auto trailer = trailer_of(*file, id, uint64_t(st.st_size))) out.push_back({file, std::move(trailer)});
+        } catch (const std::exception & e) {
+            faults += (faults.empty() ? "" : "; ") + path_of(path) + ": " + e.what();
+        }
     }
     return out;
 }
@@ -197,7 +209,7 @@ std::vector<const uint8_t *> in_one_piece(const ExpertTensor::Shape & s, const u
 std::unique_ptr<ExpertTensor> from_mapping(const std::string & name, const ExpertTensor::Shape & shape,
                                            const uint8_t * data, const MappedFile & m) {
     const std::shared_ptr<const Trailer> trailer = mapped_trailer(m);
-    const Trailer::Entry * e = trailer->find(name);
+    const Trailer::Entry * e = trailer ? trailer->find(name) : nullptr;
     if (!fits(e, shape) || m.base + e->data_offset != data) {
         throw std::runtime_error(m.path + ": tensor '" + name + "' is not in its FP8 trailer as it is in the file; " + remedy);
     }
@@ -206,11 +218,11 @@ std::unique_ptr<ExpertTensor> from_mapping(const std::string & name, const Exper
 
 }  // namespace
 
-void check_mapped_model(const void * ptr, size_t) {
+std::shared_ptr<const void> check_mapped_model(const void * ptr) {
     const MappedFile m = mapping_around(ptr);
-    if (!m.base || !is_marked(m)) return;
+    if (!m.base) return nullptr;
     try {
-        mapped_trailer(m);
+        return mapped_trailer(m);
     } catch (const std::exception & e) {
         throw std::runtime_error(m.path + ": " + e.what());
     }
@@ -220,7 +232,8 @@ std::unique_ptr<ExpertTensor> find_scales(const std::string & name, const Expert
     const MappedFile m = mapping_around(data);
     if (m.base) return from_mapping(name, shape, data, m);
     std::vector<ScaleCandidate> candidates;
-    for (const OpenModel & model : open_models()) {
+    std::string faults;
+    for (const OpenModel & model : open_models(faults)) {
         const Trailer::Entry * e = model.trailer->find(name);
         if (!fits(e, shape)) continue;
         const std::shared_ptr<OpenFile> file = model.file;
@@ -231,6 +244,7 @@ std::unique_ptr<ExpertTensor> find_scales(const std::string & name, const Expert
                               }});
     }
     if (candidates.empty()) {
+        if (!faults.empty()) throw std::runtime_error(faults);
         throw std::runtime_error("tensor '" + name + "' holds FP8 codes, and no open file has their scales; " + remedy);
     }
     return std::make_unique<ExpertTensor>(name, shape, in_one_piece(shape, data), std::move(candidates));

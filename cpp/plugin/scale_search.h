@@ -11,10 +11,10 @@
 
 namespace hybrid_moe {
 
-// What the host maps: judged when it hands us the mapping, so that a damaged file stops the load. Throws
-// std::runtime_error when [ptr, ptr + size) lies in a file that is marked as FP8 (KV hybrid_moe.fp8.version) and whose
-// trailer is missing or damaged.
-void check_mapped_model(const void * ptr, size_t size);
+// What the host maps: judged when it hands us the mapping, because with mmap llama.cpp ignores what init_tensor returns.
+// Throws std::runtime_error when `ptr` lies in a GGUF file with FP8 experts whose trailer is missing, damaged or of other
+// tensors. Returns something to keep while its tensors are created: the trailer is then read once.
+std::shared_ptr<const void> check_mapped_model(const void * ptr);
 
 // An ExpertTensor for a tensor of codes at `data`. Inside a file mapping the file is certain; elsewhere every open file
 // whose trailer has that name and shape is a candidate, and the tensor's bytes decide at first use. Throws

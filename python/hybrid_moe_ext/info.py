@@ -18,7 +18,7 @@ from typing import Any
 
 import gguf
 
-from .checkpoint import is_checkpoint_dir, open_checkpoint
+from .checkpoint import is_checkpoint_dir, open_checkpoint, trailer
 from .errors import CheckpointError
 
 OURS = "HybridMoE"
@@ -58,6 +58,7 @@ class ModelInfo:
     fp8_block: tuple[int, int] | None  # rows, columns of weights that share a scale
     parts: dict[str, Part]  # those of PARTS that the model has
     n_skipped: int  # released tensors that are not run (multi-token prediction)
+    is_fp8_gguf: bool = False  # experts are FP8 codes in tensors of type I8, their scales follow the tensor data
 
     @property
     def n_bytes(self) -> int:
@@ -110,8 +111,14 @@ def _describe_directory(path: Path) -> ModelInfo:
 
 def _describe_gguf(path: Path) -> ModelInfo:
     first = read_gguf_header(path)
-    shards = [first] + [read_gguf_header(p) for p in _other_shards(path, first.fields)]
-    tensors = [(_gguf_part(t.name), t.type, t.n_bytes) for shard in shards for t in shard.tensors]
+    others = {p: read_gguf_header(p) for p in _other_shards(path, first.fields)}
+    shards = {path: first, **others}
+    scaled = _fp8_tensors(shards)
+    tensors = [
+        (_gguf_part(t.name), "F8_E4M3" if t.name in scaled else t.type, t.n_bytes)
+        for shard in shards.values()
+        for t in shard.tensors
+    ]
     architecture = first.fields.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{path}: general.architecture is missing: this GGUF holds no model")
@@ -123,10 +130,26 @@ def _describe_gguf(path: Path) -> ModelInfo:
         n_expert=_count(first.fields, architecture, "expert_count"),
         n_expert_used=_count(first.fields, architecture, "expert_used_count"),
         n_ctx_train=_count(first.fields, architecture, "context_length"),
-        fp8_block=None,
-        parts=_parts(tensors),
+        fp8_block=next((entry.block for entry in scaled.values()), None),
+        parts=_parts(tensors, extra_bytes={"experts": sum(entry.scale_bytes for entry in scaled.values())}),
         n_skipped=0,
+        is_fp8_gguf=trailer.VERSION_KEY in first.fields,
     )
+
+
+def _fp8_tensors(shards: dict[Path, GgufHeader]) -> dict[str, trailer.Entry]:
+    """Tensors that hold FP8 codes, by name; every expert tensor of type I8 must be one."""
+    scaled = {}
+    for path, header in shards.items():
+        codes = {t.name for t in header.tensors if t.type == "I8" and _EXPERT_WEIGHT.search(t.name)}
+        if not codes and trailer.VERSION_KEY not in header.fields:
+            continue
+        entries = {entry.name: entry for entry in trailer.read_entries(path)}
+        for name in sorted(codes ^ entries.keys()):
+            fault = "no scales for it" if name in codes else "scales for it, but it is no FP8 tensor of this file"
+            raise CheckpointError(f"{path}: tensor {name!r}: the FP8 trailer has {fault}: {trailer.REMEDY}")
+        scaled |= entries
+    return scaled
 
 
 def _count(fields: dict[str, Any], architecture: str, key: str) -> int:

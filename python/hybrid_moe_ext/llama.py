@@ -11,7 +11,7 @@ import llama_cpp
 
 from . import _native, seam
 from .errors import CheckpointError, OptionError
-from .loading import ModelLoader
+from .loading import ModelLoader, take_failure
 from .options import Options, unknown_option
 
 _STOCK_OPTIONS = [
@@ -60,7 +60,7 @@ class Llama(llama_cpp.Llama):
         seam.explain_decode(self._ctx, self._explain)
 
     def _explain(self, error: RuntimeError) -> Exception:
-        reason = _native.library().hybrid_moe_take_failure().decode("utf-8", "replace")
+        reason = take_failure()
         return CheckpointError(f"{self.model_path}: {reason}") if reason else error
 
     def __getstate__(self) -> dict[str, Any]:

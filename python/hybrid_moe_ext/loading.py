@@ -47,7 +47,7 @@ class ModelLoader:
         """The seam's loader: llama_model_params -> llama_model * or None."""
         keep = self._watch(params)
         try:
-            model = self._load_directory(params) if self.is_directory else seam.load_stock(os.fsencode(self._path), params)
+            model = self._load_directory(params) if self.is_directory else self._load_gguf(params)
         except HybridMoeError as error:
             self.error, model = error, None
         del keep
@@ -71,6 +71,16 @@ class ModelLoader:
         callback = C.llama_progress_callback(report)
         params.progress_callback = callback
         return callback
+
+    def _load_gguf(self, params: Any) -> Any:
+        take_failure()  # an older one
+        model = seam.load_stock(os.fsencode(self._path), params)
+        reason = take_failure()
+        if reason:  # with mmap llama.cpp ignores it, and would only stop at the first token
+            if model is not None:
+                C.llama_model_free(model)
+            raise CheckpointError(reason if reason.startswith("/") else f"{self._path}: {reason}")
+        return model
 
     def _load_directory(self, params: Any) -> Any:
         assert self.checkpoint is not None
@@ -107,6 +117,11 @@ class ModelLoader:
                 f"{_native.DEVICE}: this host overrides where tensors go, leave such options out"
             )
         return None
+
+
+def take_failure() -> str:
+    """The plug-in's sentence on the last load or computation of this thread, once; empty when it had no complaint."""
+    return str(_native.library().hybrid_moe_take_failure().decode("utf-8", "replace"))
 
 
 def _as_ours(error: BaseException | None) -> HybridMoeError | None:

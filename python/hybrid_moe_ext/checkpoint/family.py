@@ -55,4 +55,5 @@ class Family:
     layer_prefix: str = "model.layers.{layer}."
     expert_name: str = "mlp.experts.{expert}.{projection}.weight"  # after `layer_prefix`
     merged_name: str = "mlp.experts.{projection}.weight"  # the same for all experts, as gguf's name map knows it
-    ignored: tuple[str, ...] = ()  # regular expressions of released names that carry no weights
+    # Released names that carry no weights; an output matrix beside tied embeddings is a copy.
+    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r"lm_head\.weight")

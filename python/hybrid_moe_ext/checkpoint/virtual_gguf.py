@@ -15,10 +15,10 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
-from ..errors import OptionError
+from ..errors import CheckpointError, OptionError
 from .dense import DENSE_TYPES, DenseTensor
-from .fp8 import read_elements
 from .inventory import ExpertTensor
+from .safetensors import TensorRef
 
 # Also the size of stream.py's stdio buffer: fseeko rounds down to a multiple of that and would read up to the target,
 # so every tensor starts on one. Padding costs nothing in a file that does not exist, and write() leaves it sparse.
@@ -48,24 +48,48 @@ class VirtualGguf:
         dense: list[DenseTensor],
         experts: list[ExpertTensor],
         dense_type: str = "bf16",
+        alignment: int = ALIGNMENT,
     ):
         if dense_type not in DENSE_TYPES:
             raise OptionError(f"dense_type {dense_type!r} is not known: choose {', '.join(DENSE_TYPES)}")
         self.dense_type = dense_type
         self.experts = experts
-        tensors: list[tuple[DenseTensor | ExpertTensor, Type]] = [(t, t.out_type(dense_type)) for t in dense]
-        tensors += [(t, t.ggml_type) for t in experts]
-        self._header = _header(write_metadata, architecture, tensors)
+        self.alignment = alignment
+        self.tensors: list[tuple[DenseTensor | ExpertTensor, Type]] = [(t, t.out_type(dense_type)) for t in dense]
+        self.tensors += [(t, t.ggml_type) for t in experts]
+        self._write_metadata = write_metadata
+        self._architecture = architecture
+        self._header = _header(write_metadata, architecture, self.tensors, alignment)
         self.regions = [Region(0, len(self._header), None)]
         offset = len(self._header)
-        for tensor, type_ in tensors:
-            n_bytes = tensor.n_bytes(type_) if isinstance(tensor, DenseTensor) else tensor.n_bytes
+        for tensor, type_ in self.tensors:
+            n_bytes = _n_bytes(tensor, type_)
             self.regions.append(Region(offset, n_bytes, tensor, type_))
-            offset += -(-n_bytes // ALIGNMENT) * ALIGNMENT
+            offset += -(-n_bytes // alignment) * alignment
         self.size = offset
         self._starts = [region.start for region in self.regions]
         n_threads = min(8, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(n_threads, "dense-convert") if n_threads > 1 else None
+
+    def file(
+        self,
+        tensors: list[tuple[DenseTensor | ExpertTensor, Type]],
+        write_fields: Callable[[gguf.GGUFWriter], None],
+        with_metadata: bool,
+        alignment: int,
+    ) -> VirtualGguf:
+        """Some of this model's tensors as a GGUF of its own. What `write_fields` adds comes first in it."""
+
+        def write_metadata(w: gguf.GGUFWriter) -> None:
+            architecture, w.kv_data[0] = w.kv_data[0], {}
+            write_fields(w)
+            w.kv_data[0] |= architecture
+            if with_metadata:
+                self._write_metadata(w)
+
+        dense = [tensor for tensor, _ in tensors if isinstance(tensor, DenseTensor)]
+        experts = [tensor for tensor, _ in tensors if isinstance(tensor, ExpertTensor)]
+        return VirtualGguf(write_metadata, self._architecture, dense, experts, self.dense_type, alignment)
 
     def region_at(self, offset: int) -> Region:
         """The region that holds a byte; the padding after a region belongs to it."""
@@ -73,7 +97,7 @@ class VirtualGguf:
 
     def end_of(self, region: Region) -> int:
         """Where the next region starts."""
-        return region.start + -(-region.n_bytes // ALIGNMENT) * ALIGNMENT
+        return region.start + -(-region.n_bytes // self.alignment) * self.alignment
 
     def is_expert_range(self, offset: int, n: int) -> bool:
         """Whether all of [offset, offset + n) is one expert tensor's bytes."""
@@ -95,7 +119,7 @@ class VirtualGguf:
             region = self.region_at(offset + done)
             first = offset + done - region.start
             if first >= region.n_bytes:  # padding up to the next tensor
-                n = min(len(out) - done, -first % ALIGNMENT)
+                n = min(len(out) - done, -first % self.alignment)
                 out[done : done + n] = 0
             else:
                 n = min(len(out) - done, region.n_bytes - first)
@@ -148,36 +172,53 @@ class VirtualGguf:
             list(self._pool.map(convert, tasks))
 
 
+def _n_bytes(tensor: DenseTensor | ExpertTensor, type_: Type) -> int:
+    return tensor.n_bytes(type_) if isinstance(tensor, DenseTensor) else tensor.n_bytes
+
+
 def _fill_experts(tensor: ExpertTensor, first: int, out: NDArray[np.uint8]) -> None:
     n_expert_bytes = tensor.codes[0].n_bytes
-    itemsize = n_expert_bytes // (tensor.n_rows * tensor.k)
     done = 0
     while done < len(out):
         expert, at = divmod(first + done, n_expert_bytes)
         n = min(len(out) - done, n_expert_bytes - at)
-        begin, end = at // itemsize, -(-(at + n) // itemsize)
-        data = read_elements(tensor.codes[expert], begin, end - begin).view(np.uint8)
-        out[done : done + n] = data[at - begin * itemsize :][:n]
+        _read_into(tensor.codes[expert], at, out[done : done + n])
         done += n
+
+
+def _read_into(ref: TensorRef, first: int, out: NDArray[np.uint8]) -> None:
+    """A tensor's stored bytes from `first` on."""
+    view = out.data
+    try:
+        with open(ref.path, "rb", buffering=0) as file:
+            while view:
+                n_read = os.preadv(file.fileno(), [view], ref.offset + first + len(out) - len(view))
+                if n_read == 0:
+                    raise CheckpointError(
+                        f"{ref.path}: tensor {ref.name!r} ends early: the file has changed, open it again"
+                    )
+                view = view[n_read:]
+    except OSError as error:
+        raise CheckpointError(f"{ref.path}: tensor {ref.name!r} cannot be read ({error.strerror})") from error
 
 
 def _header(
     write_metadata: Callable[[gguf.GGUFWriter], None],
     architecture: gguf.MODEL_ARCH,
     tensors: list[tuple[DenseTensor | ExpertTensor, Type]],
+    alignment: int,
 ) -> bytes:
     """Everything before the first tensor, padded; gguf's writer can only write files, so it writes one."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "header.gguf"
         w = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-        w.add_custom_alignment(ALIGNMENT)
+        w.add_custom_alignment(alignment)
         write_metadata(w)
         for tensor, type_ in tensors:
-            n_bytes = tensor.n_bytes(type_) if isinstance(tensor, DenseTensor) else tensor.n_bytes
-            w.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), n_bytes, raw_dtype=type_)
+            w.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), _n_bytes(tensor, type_), raw_dtype=type_)
         w.write_header_to_file()
         w.write_kv_data_to_file()
         w.write_ti_data_to_file()
         w.close()
         header = path.read_bytes()
-    return header + bytes(-len(header) % ALIGNMENT)
+    return header + bytes(-len(header) % alignment)

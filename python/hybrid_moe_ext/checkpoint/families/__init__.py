@@ -1,4 +1,4 @@
-"""The families this version can run. One declarative file each; a new family is a file and an entry here."""
+"""The families this version can run. A declarative file each, over decoder.py; a new one is a file and an entry."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from ...errors import UnsupportedModelError
 from ..config import Fields
 from ..family import Family
 from .deepseek_v3 import DEEPSEEK_V3
+from .qwen3_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {family.hf_arch: family for family in (DEEPSEEK_V3,)}
+FAMILIES: dict[str, Family] = {family.hf_arch: family for family in (DEEPSEEK_V3, QWEN3_MOE)}
 
 
 def find_family(config: Fields) -> Family:
