@@ -24,7 +24,7 @@ class _InitParams(ctypes.Structure):
 def _bind(**functions: tuple[Any, list[Any]]) -> SimpleNamespace:
     out = SimpleNamespace()
     for name, (result, arguments) in functions.items():
-        setattr(out, name, _native._ggml(name, result, arguments))
+        setattr(out, name, _native.ggml_function(name, result, arguments))
     return out
 
 

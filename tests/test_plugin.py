@@ -31,9 +31,9 @@ def test_register_is_idempotent_and_reports():
     first, second = register(), register()
     assert first == second
     assert first.isa in ("avx2", "scalar") and first.team in ("openmp", "pool") and first.host.startswith("0.25")
-    count = _native._ggml("ggml_backend_dev_count", _native.ctypes.c_size_t, [])()
-    get = _native._ggml("ggml_backend_dev_get", _native.ctypes.c_void_p, [_native.ctypes.c_size_t])
-    name = _native._ggml("ggml_backend_dev_name", _native.ctypes.c_char_p, [_native.ctypes.c_void_p])
+    count = _native.ggml_function("ggml_backend_dev_count", _native.ctypes.c_size_t, [])()
+    get = _native.ggml_function("ggml_backend_dev_get", _native.ctypes.c_void_p, [_native.ctypes.c_size_t])
+    name = _native.ggml_function("ggml_backend_dev_name", _native.ctypes.c_char_p, [_native.ctypes.c_void_p])
     assert [name(get(i)) for i in range(count)].count(b"HybridMoE") == 1
 
 
@@ -43,12 +43,12 @@ def test_loaded_twice_by_a_host_is_refused_the_second_time():
         import ctypes, shutil, sys, tempfile, os, llama_cpp
         from hybrid_moe_ext import _native, register, library_path
         register()
-        load = _native._ggml("ggml_backend_load", ctypes.c_void_p, [ctypes.c_char_p])
+        load = _native.ggml_function("ggml_backend_load", ctypes.c_void_p, [ctypes.c_char_p])
         copy = os.path.join(tempfile.mkdtemp(), "libggml-hybrid-moe-copy.so")
         shutil.copy(library_path(), copy)
         for path in (str(library_path()), copy):
             assert not load(path.encode()), path
-        count = _native._ggml("ggml_backend_dev_count", ctypes.c_size_t, [])()
+        count = _native.ggml_function("ggml_backend_dev_count", ctypes.c_size_t, [])()
         print("devices", count)
         import models
         models.logits(llama_cpp.Llama(str(models.twin("F32")), **models.OPTIONS))
@@ -63,7 +63,7 @@ def test_the_environment_variable_of_stock_hosts_and_register_agree():
     script = """if 1:
         import ctypes
         from hybrid_moe_ext import _native, register
-        _native._ggml("ggml_backend_load_all", None, [])()
+        _native.ggml_function("ggml_backend_load_all", None, [])()
         before = _native.device_handle()
         assert before and register() and _native.device_handle() == before
         print("ok")

@@ -270,7 +270,8 @@ void gemm_typed(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenR
                 for (int64_t r = 0; r < rows; r++) expand_typed<T>(e, r0 + r, i0, n, panel + r * n);
                 int64_t j = 0;
                 for (; j + 3 <= m; j += 3) panel_rows_by<3>(rows, panel, x + j, i0, n, i0 == 0, r0, y + j);
-                for (; j < m; j++) panel_rows_by<1>(rows, panel, x + j, i0, n, i0 == 0, r0, y + j);
+                if (m - j == 2) panel_rows_by<2>(rows, panel, x + j, i0, n, i0 == 0, r0, y + j);
+                if (m - j == 1) panel_rows_by<1>(rows, panel, x + j, i0, n, i0 == 0, r0, y + j);
             }
         }
     }
@@ -340,6 +341,24 @@ void activate(const Activation & a, const float * gate, const float * up, int64_
             for_each_vec(gate, up, n, out, [=](Vec g, Vec u) { return Vec::mul(at_most(limit, sigmoid_times(g, 1.0f)), within(limit, u)); });
             break;
     }
+}
+
+int64_t multiply_add(int64_t n) {
+    constexpr int chains = 12;  // enough to hide the latency of fma on two ports
+    Vec acc[chains];
+    for (int c = 0; c < chains; c++) acc[c] = Vec::set1(float(c));
+    const Vec a = Vec::set1(0.999f);
+    const Vec b = Vec::set1(1e-3f);
+    const int64_t turns = n / (chains * Vec::width);
+    for (int64_t i = 0; i < turns; i++) {
+        for (int c = 0; c < chains; c++) acc[c] = Vec::fma(acc[c], a, b);
+    }
+    float out[chains];
+    sums<chains>(acc, out);
+    volatile float sink = out[0];
+    (void) sink;
+    for (int c = 1; c < chains; c++) sink = out[c];
+    return turns * chains * Vec::width;
 }
 
 void accumulate(float a, const float * x, int64_t n, float * y) {

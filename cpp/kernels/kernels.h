@@ -86,6 +86,9 @@ struct Kernels {
     // y[i] += a x x[i]
     void (*accumulate)(float a, const float * x, int64_t n, float * y);
 
+    // Performs about n multiply-adds of floats as fast as it can; returns how many. For benchmarks.
+    int64_t (*multiply_add)(int64_t n);
+
     // True when any of the n bytes is an E4M3 NaN code.
     bool (*has_fp8_nan)(const uint8_t * codes, size_t n);
 };

@@ -70,6 +70,6 @@ bool has_fp8_nan(const uint8_t * codes, size_t n) {
 }  // namespace
 
 extern const Kernels kernels_scalar;
-const Kernels kernels_scalar = {"scalar", dot, gemm, expand, activate, accumulate, has_fp8_nan};
+const Kernels kernels_scalar = {"scalar", dot, gemm, expand, activate, accumulate, multiply_add, has_fp8_nan};
 
 }  // namespace hybrid_moe

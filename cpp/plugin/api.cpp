@@ -2,6 +2,7 @@
 #include "plugin/api.h"
 
 #include "checkpoint/expert_table.h"
+#include "kernels/measure.h"
 #include "moe/expert_matmul.h"
 #include "plugin/device.h"
 #include "plugin/host.h"
@@ -168,6 +169,13 @@ int hybrid_moe_expand(const char * isa, const hybrid_moe_matrix * matrix, float 
 int hybrid_moe_has_nan(const char * isa, const uint8_t * codes, size_t n) {
     const Kernels * k = kernels_named(isa);
     return k ? k->has_fp8_nan(codes, n) : -1;
+}
+
+double hybrid_moe_measure_read(int n_threads, size_t bytes, int repeats) { return measure_read(n_threads, bytes, repeats); }
+
+double hybrid_moe_measure_fma(int n_threads, int repeats) {
+    const Kernels * k = settings().kernels ? settings().kernels : kernels_named(nullptr);
+    return measure_fma(*k, n_threads, repeats);
 }
 
 const char * hybrid_moe_judge_version(const char * version) {

@@ -68,6 +68,9 @@ HYBRID_MOE_API int hybrid_moe_matmul(const char * isa, int kernel, const hybrid_
 HYBRID_MOE_API int hybrid_moe_expand(const char * isa, const hybrid_moe_matrix * matrix, float * out);
 // 1 when a code is NaN, 0 when none is.
 HYBRID_MOE_API int hybrid_moe_has_nan(const char * isa, const uint8_t * codes, size_t n);
+// Bytes per second and floating-point operations per second of n_threads threads: best of `repeats`.
+HYBRID_MOE_API double hybrid_moe_measure_read(int n_threads, size_t bytes, int repeats);
+HYBRID_MOE_API double hybrid_moe_measure_fma(int n_threads, int repeats);
 // Empty when a host with that ggml version may load us, else the sentence it would get.
 HYBRID_MOE_API const char * hybrid_moe_judge_version(const char * version);
 

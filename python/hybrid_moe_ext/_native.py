@@ -101,6 +101,8 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "hybrid_moe_expand": (ctypes.c_int, [ctypes.c_char_p, ctypes.POINTER(MatrixC), ctypes.c_void_p]),
     "hybrid_moe_has_nan": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]),
+    "hybrid_moe_measure_read": (ctypes.c_double, [ctypes.c_int, ctypes.c_size_t, ctypes.c_int]),
+    "hybrid_moe_measure_fma": (ctypes.c_double, [ctypes.c_int, ctypes.c_int]),
     "hybrid_moe_judge_version": (ctypes.c_char_p, [ctypes.c_char_p]),
 }
 
@@ -141,7 +143,7 @@ def check(result: Any) -> Any:
 
 # ggml's functions through libllama's own handle: the package carries several copies of the libraries under several
 # names, and only the copies that libllama is bound to hold the registry it uses.
-def _ggml(name: str, result: Any, arguments: list[Any]) -> Any:
+def ggml_function(name: str, result: Any, arguments: list[Any]) -> Any:
     try:
         function = getattr(C._lib, name)
     except AttributeError as error:
@@ -156,12 +158,12 @@ def _reinstall() -> str:
 
 def device_handle() -> int | None:
     """ggml's handle of our device in this process, or None while it is not registered."""
-    return _ggml("ggml_backend_dev_by_name", ctypes.c_void_p, [ctypes.c_char_p])(DEVICE.encode())
+    return ggml_function("ggml_backend_dev_by_name", ctypes.c_void_p, [ctypes.c_char_p])(DEVICE.encode())
 
 
 def buffer_type_handle() -> int:
     """Our buffer type, for tensor_buft_overrides."""
-    return _ggml("ggml_backend_dev_buffer_type", ctypes.c_void_p, [ctypes.c_void_p])(device_handle())
+    return ggml_function("ggml_backend_dev_buffer_type", ctypes.c_void_p, [ctypes.c_void_p])(device_handle())
 
 
 def register(options: Options | None = None) -> Status:
@@ -194,7 +196,7 @@ def _load(options: Options, lib: Any) -> None:
     installed = importlib.metadata.version("llama_cpp_python")
     C.llama_backend_init()
     with _environment(HYBRID_MOE_ISA=options.isa, HYBRID_MOE_TEAM=options.team):
-        loaded = _ggml("ggml_backend_load", ctypes.c_void_p, [ctypes.c_char_p])(str(library_path()).encode())
+        loaded = ggml_function("ggml_backend_load", ctypes.c_void_p, [ctypes.c_char_p])(str(library_path()).encode())
     if not loaded:
         reason = sentence(lib.hybrid_moe_refusal()) or f"llama-cpp-python {installed} refused the plug-in: {_reinstall()}"
         raise PluginError(reason)
@@ -224,7 +226,7 @@ class _environment:
 
 
 def host_version() -> str:
-    return _ggml("ggml_version", ctypes.c_char_p, [])().decode()
+    return ggml_function("ggml_version", ctypes.c_char_p, [])().decode()
 
 
 def counters() -> Counters:
