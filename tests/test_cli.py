@@ -233,6 +233,7 @@ def test_demo_runs_the_bundled_model(tmp_path):
     done = subprocess.run([*COMMAND, "demo", "--isa", "scalar"], capture_output=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert b"experts: HybridMoE (scalar)\n" in done.stderr
+    assert done.stdout.startswith(b"The licenses for most software")
     words = re.findall(r"[a-z]+", done.stdout.decode())
     assert len(words) > 20 and words.count("the") >= 2, done.stdout  # English prose
 

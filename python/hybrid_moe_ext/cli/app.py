@@ -103,7 +103,7 @@ def demo(
         model=str(model), prompt=read_prompt(prompt), n=n, temp=0.0, seed=None, chat=False, n_ctx=None,
         n_threads=threads or default_threads(), options=options, verbose=verbose,
     )  # fmt: skip
-    answer(request, as_json)
+    answer(request, as_json, with_prompt=True)
 
 
 @app.command()
@@ -139,9 +139,16 @@ def info(model: Model, as_json: Json = False) -> None:
     write(json.dumps(described.as_dict()) + "\n" if as_json else "\n".join(info_lines(described)) + "\n")
 
 
-def answer(request: Request, as_json: bool) -> Result:
+def answer(request: Request, as_json: bool, with_prompt: bool = False) -> Result:
+    """`with_prompt`: the prompt is printed in front of its continuation, once that begins."""
     set_log(request.verbose)
-    result = generate(request, show=(lambda text: None) if as_json else write)
+    pending = [request.prompt] if with_prompt else []
+
+    def show(text: str) -> None:
+        write("".join(pending) + text)
+        pending.clear()
+
+    result = generate(request, show=(lambda text: None) if as_json else show)
     if as_json:
         write(json.dumps(result.as_dict()) + "\n")
     else:
