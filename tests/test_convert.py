@@ -18,16 +18,16 @@ from pathlib import Path
 
 import checkpoint_fixtures as fixtures
 import gguf
+import hybrid_moe_ext
 import llama_cpp
-import models
 import numpy as np
 import pytest
-
-import hybrid_moe_ext
 from hybrid_moe_ext import CheckpointError, Llama, counters
 from hybrid_moe_ext.cli import run as command_line
 from hybrid_moe_ext.convert import convert
 from hybrid_moe_ext.info import OURS, describe_model
+
+import models
 
 PROJECTIONS = ("gate", "up", "down")
 SPLIT_BYTES = 400_000  # six files of the random model
@@ -228,9 +228,8 @@ def test_the_same_codes_with_other_scales_are_not_guessed(tmp_path):
     """Only copying loads (mmap off) with both files open cannot tell them apart; alone, or mapped, each is right."""
     config = {**fixtures.CONFIG, "quantization_config": fixtures.QUANTIZATION}
     tensors = fixtures.random_tensors(config, "fp8")
-    tensors |= {
-        name: (kind, bits * np.float32(2)) for name, (kind, bits) in tensors.items() if "experts." in name and "_inv" in name
-    }
+    scales = [name for name in tensors if ".experts." in name and name.endswith("_inv")]
+    tensors |= {name: (tensors[name][0], tensors[name][1] * np.float32(2)) for name in scales}
     fixtures.write_checkpoint(tmp_path / "m", "fp8", tensors=tensors)
     path = convert(tmp_path / "m", tmp_path / "m.gguf", "f32")[0]
     want = logits_of(tmp_path / "m", dense_type="f32")

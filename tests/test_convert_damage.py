@@ -8,16 +8,16 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import hybrid_moe_ext
 import llama_cpp
-import models
 import numpy as np
 import pytest
-from test_convert import SPLIT_BYTES, converted, logits_of, other, reference, split
-
-import hybrid_moe_ext
 from hybrid_moe_ext import CheckpointError, Llama
 from hybrid_moe_ext.cli import run as command_line
 from hybrid_moe_ext.info import describe_model
+from test_convert import SPLIT_BYTES, converted, logits_of, other, reference, split
+
+import models
 
 FOOTER = struct.Struct("<8sIIQQ8x8s")
 MAGIC = b"HMOEFP8\n"
@@ -89,7 +89,7 @@ DAMAGES: dict[str, tuple[Callable[[Open], bytes], str, str]] = {
     "moved": (lambda f: f.closed(start=f.start + 64), "where its footer says", "again"),
     "checksum": (lambda f: f.closed(crc=f.crc ^ 1), "checksum", "again"),
     "a flipped bit": (flipped, "checksum", "again"),
-    "unknown tensor": (replaced(NAME, b"blk.9.ffn_gate_exps.weight"), "no scales for tensor 'blk.1.ffn_gate_exps", "again"),
+    "unknown tensor": (replaced(NAME, NAME.replace(b"1", b"9")), "no scales for tensor 'blk.1.ffn_gate_exps", "again"),
     "one tensor too many": (one_more, "scales for 'blk.9.ffn_gate_exps.weight', which is no FP8 tensor", "again"),
     "empty table": (lambda f: f.closed(struct.pack("<I", 0) + f.body[4:]), "no scales for tensor", "again"),
     "endless table": (lambda f: f.closed(struct.pack("<I", 2**32 - 1) + f.body[4:]), "trailer", "again"),
@@ -141,7 +141,7 @@ def test_the_trailer_of_another_model(tmp_path, use_mmap):
     """Same names, shapes and places: indistinguishable, and not protected against. Other places are noticed."""
     path, longer = tmp_path / "m.gguf", Open(other())
     path.write_bytes(Open(converted()).data[:-64] + longer.data[longer.start :])
-    with pytest.raises(CheckpointError, match="m.gguf: "):
+    with pytest.raises(CheckpointError, match=r"m\.gguf: "):
         Llama(path, use_mmap=use_mmap, **models.OPTIONS)
 
 
@@ -186,7 +186,7 @@ def test_loading_in_two_threads_at_once():
     assert np.array_equal(models.logits(results[other()]), logits_of(other()))
 
 
-@pytest.mark.parametrize("damage", ["missing", "another version", "moved", "unknown tensor", "endless name", "no block"])
+@pytest.mark.parametrize("damage", ["missing", "another version", "moved", "unknown tensor", "endless name"])
 def test_info_says_it_too(tmp_path, damage, capfd):
     path = tmp_path / "m.gguf"
     path.write_bytes(DAMAGES[damage][0](Open(converted())))
