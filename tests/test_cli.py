@@ -192,7 +192,7 @@ def test_version():
     assert call("--version").stdout.decode() == f"hybrid-moe-ext {hybrid_moe_ext.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["run", "-p", "a", "-t", "1"], ["run", "-p", "a", "--json", "-t", "1"], ["info"]])
+@pytest.mark.parametrize("arguments", [["run", "-p", "a", "-t1"], ["run", "-p", "a", "--json", "-t1"], ["info"]])
 def test_closed_stdout_is_quiet(model, arguments):
     read, write = os.pipe()
     os.close(read)
