@@ -12,8 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-import hybrid_moe_ext
 import pytest
+
+import hybrid_moe_ext
 from checkpoint_fixtures import write_checkpoint
 from hybrid_moe_ext.checkpoint import open_checkpoint
 from hybrid_moe_ext.cli.threads import count_cores, cpu_quota, default_threads
@@ -204,7 +205,8 @@ def test_closed_stdout_is_quiet(model, arguments):
 def test_ctrl_c_while_generating_is_quiet(model):
     process = subprocess.Popen(
         [*COMMAND, "run", model, "-p", "a", "-n", "500", "--temp", "1", "-t", "1"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert process.stdout is not None
     process.stdout.read(1)  # the text has begun

@@ -16,18 +16,18 @@ import zlib
 from functools import cache
 from pathlib import Path
 
-import checkpoint_fixtures as fixtures
 import gguf
-import hybrid_moe_ext
 import llama_cpp
 import numpy as np
 import pytest
+
+import checkpoint_fixtures as fixtures
+import hybrid_moe_ext
+import models
 from hybrid_moe_ext import CheckpointError, Llama, counters
 from hybrid_moe_ext.cli import run as command_line
 from hybrid_moe_ext.convert import convert
 from hybrid_moe_ext.info import OURS, describe_model
-
-import models
 
 PROJECTIONS = ("gate", "up", "down")
 SPLIT_BYTES = 400_000  # six files of the random model

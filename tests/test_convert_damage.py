@@ -8,16 +8,16 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import hybrid_moe_ext
 import llama_cpp
 import numpy as np
 import pytest
+
+import hybrid_moe_ext
+import models
 from hybrid_moe_ext import CheckpointError, Llama
 from hybrid_moe_ext.cli import run as command_line
 from hybrid_moe_ext.info import describe_model
 from test_convert import SPLIT_BYTES, converted, logits_of, other, reference, split
-
-import models
 
 FOOTER = struct.Struct("<8sIIQQ8x8s")
 MAGIC = b"HMOEFP8\n"

@@ -12,13 +12,13 @@ from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 
-import checkpoint_fixtures as fixtures
 import pytest
+
+import checkpoint_fixtures as fixtures
+import models
 from hybrid_moe_ext import CheckpointError, HybridMoeError, OptionError
 from hybrid_moe_ext.cli import run as command_line
 from hybrid_moe_ext.convert import PART, convert, parse_size
-
-import models
 
 CONFIG = {**fixtures.CONFIG, "quantization_config": fixtures.QUANTIZATION}
 

@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 
-import models
 import numpy as np
 import pytest
-from conftest import DEMO
 
+import models
+from conftest import DEMO
 from hybrid_moe_ext import Llama, _native, counters
 
 GOLDEN = json.loads((DEMO / "golden.json").read_text())
@@ -77,7 +77,9 @@ def test_greedy_text_on_every_kernel(isa, use_mmap):
     )
     environ = {**os.environ, "HYBRID_MOE_ISA": isa}
     folder = os.path.dirname(__file__)
-    done = subprocess.run([sys.executable, "-c", script, str(use_mmap)], capture_output=True, text=True, env=environ, cwd=folder)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(use_mmap)], capture_output=True, text=True, env=environ, cwd=folder
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [isa, PROMPTS["gpl"]["greedy_ids"]]
 
