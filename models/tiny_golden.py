@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from tokenizers import Tokenizer
+
 from tiny_reference import chosen_experts, greedy, logits_of, perplexity, reference_model
 from tiny_release import read_config
 from tiny_tokenizer import ASSISTANT, BOS, USER
-from tokenizers import Tokenizer
 
 N_NEW = 48
 MIN_GAP = 0.05  # far above float32 noise (1e-4 here), so another summation order cannot change a greedy token

@@ -13,9 +13,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
 from tiny_config import State
 from tiny_release import read_config, read_state
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 

@@ -14,6 +14,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
+
 from tiny_config import QUANTIZATION_CONFIG, State, is_fp8_linear, tensor_shapes
 from tiny_fp8 import dequantise, from_bf16, quantise, to_bf16
 

@@ -16,11 +16,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
 from tiny_config import make_config, tensor_shapes
 from tiny_reference import build_model, model_from_state, to_released
 from tiny_release import read_safetensors, write_safetensors
 from tiny_tokenizer import ASSISTANT, BOS, EOS, PAD, SPECIAL_TOKENS, USER
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 TEXTS = ("GPL-3", "GPL-2", "LGPL-3", "Apache-2.0")
 HELD_OUT = "LGPL-2.1"  # never trained on, but a relative of GPL-2

@@ -1,7 +1,5 @@
 """A release of each family in small: config, tensor shapes, quantisation, special tokens. No weights."""
 
-# ruff: noqa: RUF001  (DeepSeek's own bar)
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
+
 from checkpoint_families import BLOCK, BYTE_LEVEL, FAMILIES
 
 NUMPY = {"F8_E4M3": "u1", "F8_E5M2": "u1", "U8": "u1", "BF16": "<u2", "F16": "<f2"}

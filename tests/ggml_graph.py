@@ -9,10 +9,10 @@ from typing import Any
 
 import llama_cpp.llama_cpp as C
 import numpy as np
-from weights import GGML_TYPES, Weights
 
 from hybrid_moe_ext import _native, register
 from hybrid_moe_ext.checkpoint import ExpertTensor, TensorRef
+from weights import GGML_TYPES, Weights
 
 P, I64, SIZE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t
 

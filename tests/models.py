@@ -6,10 +6,10 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import checkpoint_fixtures as fixtures
 import llama_cpp
 import numpy as np
 
+import checkpoint_fixtures as fixtures
 from hybrid_moe_ext.checkpoint import open_checkpoint
 
 _folder = TemporaryDirectory(prefix="hybrid-moe-tests-")

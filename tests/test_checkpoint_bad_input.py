@@ -8,9 +8,10 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import checkpoint_fixtures as fx
 import numpy as np
 import pytest
+
+import checkpoint_fixtures as fx
 from hybrid_moe_ext.checkpoint import open_checkpoint
 from hybrid_moe_ext.errors import CheckpointError, OptionError, UnsupportedModelError
 

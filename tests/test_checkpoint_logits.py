@@ -9,10 +9,11 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import checkpoint_fixtures as fx
-import checkpoint_host as host
 import numpy as np
 import pytest
+
+import checkpoint_fixtures as fx
+import checkpoint_host as host
 from hybrid_moe_ext.checkpoint import GgufStream, open_checkpoint
 from hybrid_moe_ext.errors import CheckpointError
 

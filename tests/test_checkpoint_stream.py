@@ -6,9 +6,10 @@ import ctypes
 import gc
 import os
 
-import checkpoint_fixtures as fx
 import numpy as np
 import pytest
+
+import checkpoint_fixtures as fx
 from hybrid_moe_ext.checkpoint import ExpertTensor, GgufStream, open_checkpoint
 from hybrid_moe_ext.errors import CheckpointError
 

@@ -1,7 +1,5 @@
 """The vocabulary in the GGUF: ids, types, special tokens, templates; and llama.cpp's ids against Hugging Face's."""
 
-# ruff: noqa: RUF001  (texts in many scripts, and DeepSeek's own bar)
-
 from __future__ import annotations
 
 import ctypes
@@ -12,9 +10,10 @@ import shutil
 import unicodedata
 from pathlib import Path
 
-import checkpoint_fixtures as fx
 import pytest
 from gguf import TokenType
+
+import checkpoint_fixtures as fx
 from hybrid_moe_ext.checkpoint import open_checkpoint
 from hybrid_moe_ext.checkpoint.pretokenizers import TABLE, recognise
 from hybrid_moe_ext.errors import UnsupportedModelError

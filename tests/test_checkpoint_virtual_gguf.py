@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
-import checkpoint_fixtures as fx
 import gguf
 import numpy as np
 import pytest
+
+import checkpoint_fixtures as fx
 from hybrid_moe_ext.checkpoint import TensorRef, is_checkpoint_dir, open_checkpoint
 from hybrid_moe_ext.checkpoint.fp8 import E4M3, f32_to_bf16
 

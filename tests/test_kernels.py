@@ -4,12 +4,12 @@ import ctypes
 
 import numpy as np
 import pytest
-from checkpoint_fixtures import E4M3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weights import GROUP, Weights, random_weights, tolerance
 
+from checkpoint_fixtures import E4M3
 from hybrid_moe_ext import _native
+from weights import GROUP, Weights, random_weights, tolerance
 
 LIB = _native.library()
 ISAS = LIB.hybrid_moe_available_isas().decode().split()
@@ -54,7 +54,13 @@ def test_every_fp8_code(isa):
     codes = np.arange(256, dtype=np.uint8)
     finite = codes[(codes & 0x7F) != 0x7F]
     for length in (254, 253, 8, 1):  # vector body and tail
-        w = Weights("FP8", finite[:length].reshape(1, -1).copy(), E4M3[finite[:length]][None], np.ones((1, 2), np.float32), (128, 128))
+        w = Weights(
+            "FP8",
+            finite[:length].reshape(1, -1).copy(),
+            E4M3[finite[:length]][None],
+            np.ones((1, 2), np.float32),
+            (128, 128),
+        )
         out = np.empty(length, np.float32)
         _native.check(LIB.hybrid_moe_expand(isa.encode(), matrix(w), out.ctypes.data))
         assert np.array_equal(out, E4M3[finite[:length]])
@@ -68,7 +74,9 @@ def test_every_fp8_code(isa):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kernel", [DOT, GEMM])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows, k", [(1, 32), (3, 64), (16, 128), (5, 160), (192, 96), (130, 576), (33, 1184), (7, 2080)])
+@pytest.mark.parametrize(
+    "rows, k", [(1, 32), (3, 64), (16, 128), (5, 160), (192, 96), (130, 576), (33, 1184), (7, 2080)]
+)
 def test_shapes(isa, kernel, kind, rows, k):
     rng = np.random.default_rng(rows * k)
     w = random_weights(kind, rows, k, rng)
@@ -131,7 +139,9 @@ def test_flush_to_zero_of_the_host_does_no_harm(isa):
     if ctypes.sizeof(ctypes.c_void_p) != 8 or np.dtype("l").itemsize != 8 or not _x86():
         pytest.skip("MXCSR exists on x86-64 only")
     ctypes.c_uint32.from_buffer(flushed, 28).value |= 0x8040  # x86-64 fenv_t: MXCSR at byte 28
-    w = Weights("FP8", np.full((1, 64), 1, np.uint8), np.full((1, 64), 2.0**-9), np.ones((1, 1), np.float32), (128, 128))
+    w = Weights(
+        "FP8", np.full((1, 64), 1, np.uint8), np.full((1, 64), 2.0**-9), np.ones((1, 1), np.float32), (128, 128)
+    )
     x = np.ones((1, 64), np.float32)
     try:
         libm.fesetenv(flushed)

@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 
-import checkpoint_fixtures as fixtures
 import llama_cpp
-import models
 import numpy as np
 import pytest
 
+import checkpoint_fixtures as fixtures
 import hybrid_moe_ext
+import models
 from hybrid_moe_ext import CheckpointError, Llama, OptionError, counters
 
 
@@ -27,7 +27,10 @@ def greedy(llm: llama_cpp.Llama, n: int = 24) -> list[int]:
 
 def test_fp8_directory_equals_stock_on_dequantised_weights():
     """Reference: stock llama.cpp, never having seen us, on the F32 twin of the same weights."""
-    script = "import models, llama_cpp, numpy, sys; numpy.save(sys.argv[2], models.logits(llama_cpp.Llama(sys.argv[1], **models.OPTIONS)))"
+    script = (
+        "import models, llama_cpp, numpy, sys;"
+        "numpy.save(sys.argv[2], models.logits(llama_cpp.Llama(sys.argv[1], **models.OPTIONS)))"
+    )
     out = models.FOLDER / "reference.npy"
     folder = os.path.dirname(__file__)
     subprocess.run([sys.executable, "-c", script, str(models.twin("F32")), str(out)], check=True, cwd=folder)
@@ -42,9 +45,14 @@ def test_fp8_directory_equals_stock_on_dequantised_weights():
 @pytest.mark.parametrize("kind", ["F32", "BF16", "F16"])
 def test_stock_gguf_with_and_without_the_plug_in(kind):
     path = models.twin(kind)
-    script = "import models, llama_cpp, test_llama, sys, json; print(json.dumps(test_llama.greedy(llama_cpp.Llama(sys.argv[1], **models.OPTIONS))))"
+    script = (
+        "import models, llama_cpp, test_llama, sys, json;"
+        "print(json.dumps(test_llama.greedy(llama_cpp.Llama(sys.argv[1], **models.OPTIONS))))"
+    )
     folder = os.path.dirname(__file__)
-    done = subprocess.run([sys.executable, "-c", script, str(path)], check=True, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)], check=True, cwd=folder, capture_output=True, text=True
+    )
     stock = json.loads(done.stdout.splitlines()[-1])
     before = counters()
     for use_mmap in (True, False):
@@ -64,7 +72,12 @@ def test_greedy_tokens_scalar_and_avx2_mmap_on_and_off():
         for use_mmap in "01":
             environ = {**os.environ, "HYBRID_MOE_ISA": isa}
             done = subprocess.run(
-                [sys.executable, "-c", script, use_mmap], check=True, cwd=folder, env=environ, capture_output=True, text=True
+                [sys.executable, "-c", script, use_mmap],
+                check=True,
+                cwd=folder,
+                env=environ,
+                capture_output=True,
+                text=True,
             )
             ran, tokens = json.loads(done.stdout.splitlines()[-1])
             assert ran == isa
@@ -119,7 +132,9 @@ def test_opening_reads_no_experts_and_commits_no_memory(tmp_path):
     """By page-cache residency of the files (mincore) and by the process's resident memory, in a fresh process."""
     width = {"hidden_size": 512, "moe_intermediate_size": 512, "n_routed_experts": 64, "num_hidden_layers": 3}
     tensors = fixtures.write_checkpoint(tmp_path / "m", "fp8", n_shards=1, num_nextn_predict_layers=0, **width)
-    n_expert_bytes = sum(v.nbytes for name, (_, v) in tensors.items() if ".experts." in name and not name.endswith("_inv"))
+    n_expert_bytes = sum(
+        v.nbytes for name, (_, v) in tensors.items() if ".experts." in name and not name.endswith("_inv")
+    )
     file = tmp_path / "m" / "model.safetensors"
     with open(file, "rb+") as f:
         os.fsync(f.fileno())
@@ -153,7 +168,11 @@ def test_bad_options(name, value, message):
 
 @pytest.mark.parametrize(
     "name, value, message",
-    [("HYBRID_MOE_ISA", "sse9", "sse9"), ("HYBRID_MOE_DENSETYPE", "f32", "HYBRID_MOE_DENSE_TYPE"), ("HYBRID_MOE_TEAM", "x", "openmp")],
+    [
+        ("HYBRID_MOE_ISA", "sse9", "sse9"),
+        ("HYBRID_MOE_DENSETYPE", "f32", "HYBRID_MOE_DENSE_TYPE"),
+        ("HYBRID_MOE_TEAM", "x", "openmp"),
+    ],
 )
 def test_bad_environment(monkeypatch, name, value, message):
     monkeypatch.setenv(name, value)

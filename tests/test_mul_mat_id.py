@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from ggml_graph import ABORT_CALLBACK, ABORTED, FAILED, SUCCESS, expert_files, mul_mat_id
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from weights import Weights, random_weights, tolerance
 
+from ggml_graph import ABORT_CALLBACK, ABORTED, FAILED, SUCCESS, expert_files, mul_mat_id
 from hybrid_moe_ext import counters
+from weights import Weights, random_weights, tolerance
 
 KINDS = ["FP8", "BF16", "F16", "F32", "Q8_0"]
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import models
 import pytest
 
 from hybrid_moe_ext import _native, library_path, register
@@ -96,7 +95,18 @@ def test_a_newer_host_on_request(tmp_path):
 def fake_host(tmp_path: Path, version: str, flags: list[str], **environ: str) -> str:
     program = tmp_path / "fake_host"
     subprocess.run(
-        [compiler("cc"), "-w", f'-DVERSION="{version}"', *flags, "-rdynamic", "-o", program, CPP / "fake_host.c", "-ldl"], check=True
+        [
+            compiler("cc"),
+            "-w",
+            f'-DVERSION="{version}"',
+            *flags,
+            "-rdynamic",
+            "-o",
+            program,
+            CPP / "fake_host.c",
+            "-ldl",
+        ],
+        check=True,
     )
     done = subprocess.run([program, library_path()], capture_output=True, text=True, env={**os.environ, **environ})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -115,7 +125,9 @@ def test_nothing_of_ggml_is_linked():
     if tool is None:
         pytest.skip("no readelf on this machine")
     dynamic = subprocess.run([tool, "-d", library_path()], capture_output=True, text=True, check=True).stdout
-    symbols = subprocess.run([tool, "-W", "--dyn-syms", library_path()], capture_output=True, text=True, check=True).stdout
+    symbols = subprocess.run(
+        [tool, "-W", "--dyn-syms", library_path()], capture_output=True, text=True, check=True
+    ).stdout
     assert "libggml" not in dynamic and "libstdc++" not in dynamic and "libgomp" not in dynamic
     assert not [line for line in symbols.splitlines() if " UND " in line and "ggml" in line]
     exported = {line.split()[7] for line in symbols.splitlines() if " GLOBAL " in line and " UND " not in line}
@@ -125,7 +137,9 @@ def test_nothing_of_ggml_is_linked():
 def test_the_pool_under_thread_sanitizer(tmp_path):
     program = tmp_path / "team"
     command = [compiler("c++"), "-std=c++20", "-O1", "-g", "-fsanitize=thread", f"-I{SOURCES}", CPP / "test_team.cpp"]
-    built = subprocess.run([*command, SOURCES / "threads" / "team.cpp", "-o", program, "-pthread", "-ldl"], capture_output=True, text=True)
+    built = subprocess.run(
+        [*command, SOURCES / "threads" / "team.cpp", "-o", program, "-pthread", "-ldl"], capture_output=True, text=True
+    )
     if built.returncode != 0 and "tsan" in built.stderr:
         pytest.skip("this compiler has no ThreadSanitizer runtime")
     assert built.returncode == 0, built.stderr

@@ -7,9 +7,9 @@ import threading
 import llama_cpp
 import llama_cpp._internals as internals
 import llama_cpp.llama_cpp as C
-import models
 import pytest
 
+import models
 from hybrid_moe_ext import _native, seam
 
 

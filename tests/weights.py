@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
 from checkpoint_fixtures import E4M3
 
 GGML_TYPES = {"F32": 0, "F16": 1, "Q8_0": 8, "FP8": 24, "BF16": 30}  # FP8 travels as I8
@@ -22,7 +23,12 @@ class Weights:
 
 
 def random_weights(
-    kind: str, rows: int, k: int, rng: np.random.Generator, block: tuple[int, int] = (128, 128), n_expert: int | None = None
+    kind: str,
+    rows: int,
+    k: int,
+    rng: np.random.Generator,
+    block: tuple[int, int] = (128, 128),
+    n_expert: int | None = None,
 ) -> Weights:
     lead = () if n_expert is None else (n_expert,)
     shape = (*lead, rows, k)
@@ -38,7 +44,7 @@ def random_weights(
         return Weights(kind, x.view(np.uint8), x.astype(np.float64))
     if kind == "F16":
         h = x.astype(np.float16)
-        h.reshape(-1)[:: 97] = np.float16(3e-6)  # subnormal halves
+        h.reshape(-1)[::97] = np.float16(3e-6)  # subnormal halves
         return Weights(kind, h.view(np.uint8), h.astype(np.float64))
     if kind == "BF16":
         bits = (x.view(np.uint32) >> 16).astype(np.uint16)

@@ -80,12 +80,12 @@ ExpertMatrix ExpertTensor::matrix(int64_t i_expert) const {
     return e;
 }
 
-const char * ExpertTensor::reject(int64_t i_expert, const char * what) {
+const char * ExpertTensor::reject(int64_t i_expert, const char * what, const char * remedy) {
     const char * already = rejected_.load(std::memory_order_acquire);
     if (already) return already;
     char text[512];
-    snprintf(text, sizeof text, "tensor %s, expert %lld: %s; the checkpoint is damaged, download it again",
-             name_.c_str(), static_cast<long long>(i_expert), what);
+    snprintf(text, sizeof text, "tensor %s, expert %lld: %s; %s", name_.c_str(),
+             static_cast<long long>(i_expert), what, remedy);
     const char * mine = strdup(text);
     if (rejected_.compare_exchange_strong(already, mine)) return mine;
     free(const_cast<char *>(mine));
@@ -107,12 +107,16 @@ const char * ExpertTensor::choose_scales(int64_t i_expert) {
             same.push_back(c);
         }
     }
-    if (same.empty()) return reject(i_expert, "no file that was open while it was loaded has these codes");
+    if (same.empty()) {
+        return reject(i_expert, "no FP8 GGUF that was open while it was loaded has these codes",
+                      "convert the checkpoint again, or load the model with mmap on");
+    }
     for (const ScaleCandidate & c : same) {
         for (size_t e = 0; e < c.scales.of_expert.size(); e++) {
             if (c.scales.type != same[0].scales.type ||
                 memcmp(c.scales.of_expert[e], same[0].scales.of_expert[e], grid_len_ * scale_bytes(c.scales.type))) {
-                return reject(i_expert, "two open files have these codes with different scales: load them one by one");
+                return reject(i_expert, "two FP8 GGUFs that were open while it was loaded have these codes with different scales",
+                              "close the other one first, or load the model with mmap on");
             }
         }
     }

@@ -71,7 +71,8 @@ public:
 private:
     void allocate_scales();
     const char * choose_scales(int64_t i_expert);
-    const char * reject(int64_t i_expert, const char * what);
+    const char * reject(int64_t i_expert, const char * what,
+                        const char * remedy = "the checkpoint is damaged, download it again");
 
     std::string                  name_;
     Shape                        shape_;

@@ -158,6 +158,16 @@ std::shared_ptr<const Trailer> trailer_of(const OpenFile & file, const FileId & 
     return trailer;
 }
 
+// Models whose experts have not all been used yet keep such descriptors: what they are of is not being loaded.
+bool is_our_own(int fd) {
+    const std::lock_guard<std::mutex> lock(cache_mutex);
+    for (const auto & [id, file] : our_files) {
+        const std::shared_ptr<OpenFile> alive = file.lock();
+        if (alive && alive->fd == fd) return true;
+    }
+    return false;
+}
+
 std::string path_of(const std::string & link) {
     char path[4096];
     const ssize_t n = readlink(link.c_str(), path, sizeof path);
@@ -183,7 +193,8 @@ std::vector<OpenModel> open_models(std::string & faults) {
         if (stat(path.c_str(), &st) != 0 || !S_ISREG(st.st_mode)) continue;
         const FileId id = {uint64_t(st.st_dev), uint64_t(st.st_ino)};
         if (seen.count(id)) continue;
-        if (!begins_like_gguf(atoi(entry->d_name))) continue;
+        const int fd = atoi(entry->d_name);
+        if (is_our_own(fd) || !begins_like_gguf(fd)) continue;
         const std::shared_ptr<OpenFile> file = open_again(path, id);
         if (!file) continue;
         seen.insert(id);

@@ -1,8 +1,8 @@
 """Runs Mixture-of-Experts models in llama.cpp: experts on our back end, FP8 checkpoints as they were released.
 
-    from hybrid_moe_ext import Llama
-    llm = Llama("DeepSeek-V3/", n_ctx=4096)      # or a GGUF
-    print(llm("The licence", max_tokens=32)["choices"][0]["text"])
+from hybrid_moe_ext import Llama
+llm = Llama("DeepSeek-V3/", n_ctx=4096)      # or a GGUF
+print(llm("The licence", max_tokens=32)["choices"][0]["text"])
 """
 
 from ._native import Counters, Status, counters, library_path, register

@@ -182,7 +182,9 @@ def register(options: Options | None = None) -> Status:
     for name in ("isa", "team"):
         wanted, loaded = getattr(options, name), getattr(status, name)
         if wanted not in ("auto", loaded):
-            raise OptionError(f"{name}={wanted!r} comes too late: this process runs {loaded!r}; choose it before the first use")
+            raise OptionError(
+                f"{name}={wanted!r} comes too late: this process runs {loaded!r}; choose it before the first use"
+            )
     return status
 
 
@@ -198,7 +200,9 @@ def _load(options: Options, lib: Any) -> None:
     with _environment(HYBRID_MOE_ISA=options.isa, HYBRID_MOE_TEAM=options.team):
         loaded = ggml_function("ggml_backend_load", ctypes.c_void_p, [ctypes.c_char_p])(str(library_path()).encode())
     if not loaded:
-        reason = sentence(lib.hybrid_moe_refusal()) or f"llama-cpp-python {installed} refused the plug-in: {_reinstall()}"
+        reason = (
+            sentence(lib.hybrid_moe_refusal()) or f"llama-cpp-python {installed} refused the plug-in: {_reinstall()}"
+        )
         raise PluginError(reason)
 
 

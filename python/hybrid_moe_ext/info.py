@@ -1,7 +1,7 @@
 """What a model is and what would run where, read from headers alone: no weight is touched, nothing is loaded.
 
-    info = describe_model("DeepSeek-V3/")        # or a GGUF, or the first file of a split one
-    print(info.experts_on, info.parts["experts"].types)
+info = describe_model("DeepSeek-V3/")        # or a GGUF, or the first file of a split one
+print(info.experts_on, info.parts["experts"].types)
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _describe_gguf(path: Path) -> ModelInfo:
 
 def _fp8_tensors(shards: dict[Path, GgufHeader]) -> dict[str, trailer.Entry]:
     """Tensors that hold FP8 codes, by name; every expert tensor of type I8 must be one."""
-    scaled = {}
+    scaled: dict[str, trailer.Entry] = {}
     for path, header in shards.items():
         codes = {t.name for t in header.tensors if t.type == "I8" and _EXPERT_WEIGHT.search(t.name)}
         if not codes and trailer.VERSION_KEY not in header.fields:

@@ -55,7 +55,9 @@ class Llama(llama_cpp.Llama):
                 raise loader.error from error
             if isinstance(error, CheckpointError) or loader.loaded:
                 raise
-            raise CheckpointError(f"{path}: llama.cpp cannot load this file: {error}; verbose=True shows its reasons") from error
+            raise CheckpointError(
+                f"{path}: llama.cpp cannot load this file: {error}; verbose=True shows its reasons"
+            ) from error
         self.checkpoint = loader.checkpoint
         seam.explain_decode(self._ctx, self._explain)
 

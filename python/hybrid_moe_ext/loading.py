@@ -105,7 +105,9 @@ class ModelLoader:
     def _judge(self, model: Any, params: Any, table: _native.ExpertTable, n_copied: int) -> HybridMoeError | None:
         """What is wrong with a load that raised nothing."""
         if model is None:
-            return CheckpointError(f"{self._path}: llama.cpp cannot load this checkpoint; verbose=True shows its reasons")
+            return CheckpointError(
+                f"{self._path}: llama.cpp cannot load this checkpoint; verbose=True shows its reasons"
+            )
         if n_copied:
             return PluginError(
                 f"{self._path}: this llama.cpp read {n_copied} bytes of experts that it was to leave alone: "
@@ -142,4 +144,6 @@ def _check_gguf(path: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if magic != b"GGUF":
-        raise CheckpointError(f"{path} is no GGUF file (it begins with {magic!r}): give a GGUF or a Hugging Face directory")
+        raise CheckpointError(
+            f"{path} is no GGUF file (it begins with {magic!r}): give a GGUF or a Hugging Face directory"
+        )

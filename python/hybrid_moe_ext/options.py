@@ -24,8 +24,12 @@ class Options:
     dense_type: str = _option(
         "bf16", ("bf16", "q8_0", "f32"), "type that a checkpoint's attention and shared weights are loaded as"
     )
-    isa: str = _option("auto", ("auto", "scalar", "avx2"), "instruction set of the kernels; auto: the best that runs here")
-    team: str = _option("auto", ("auto", "openmp", "pool"), "what runs the threads; auto: the host's OpenMP when it has one")
+    isa: str = _option(
+        "auto", ("auto", "scalar", "avx2"), "instruction set of the kernels; auto: the best that runs here"
+    )
+    team: str = _option(
+        "auto", ("auto", "openmp", "pool"), "what runs the threads; auto: the host's OpenMP when it has one"
+    )
 
     def __post_init__(self) -> None:
         for f in fields(self):

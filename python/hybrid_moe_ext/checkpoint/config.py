@@ -59,7 +59,7 @@ class Fields:
     def count(self, key: str, least: int = 1, most: int = 2**31 - 1, default: Any = _REQUIRED) -> int:
         value: Any = self.get(key, default)
         if value is default:
-            return default  # type: ignore[no-any-return]
+            return default
         if type(value) is not int or not least <= value <= most:
             raise self.fail(key, f"but must be an integer from {least} to {most}")
         return value
@@ -67,7 +67,7 @@ class Fields:
     def number(self, key: str, above: float = 0.0, default: Any = _REQUIRED) -> float:
         value: Any = self.get(key, default)
         if value is default:
-            return default  # type: ignore[no-any-return]
+            return default
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= above:
             raise self.fail(key, f"but must be a number greater than {above:g}")
         return float(value)

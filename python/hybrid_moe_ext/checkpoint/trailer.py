@@ -1,5 +1,5 @@
-"""The FP8 scales at the end of a GGUF file: table, scales, footer (docs/fp8-gguf.md). The plug-in's own reader, with the
-checksum, is cpp/checkpoint/trailer.h; both know the same format."""
+"""The FP8 scales at the end of a GGUF file: table, scales, footer (docs/fp8-gguf.md). The plug-in's own reader, with
+the checksum, is cpp/checkpoint/trailer.h; both know the same format."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
         footer = file.read(FOOTER.size)
         if len(footer) < FOOTER.size or not (footer.startswith(MAGIC) and footer.endswith(MAGIC)):
             raise CheckpointError(
-                f"{path}: is marked as FP8 ({VERSION_KEY}) but has no trailer with the scales at its end: it is cut short"
-                f" or was rewritten by a tool that does not know it: {REMEDY}"
+                f"{path}: is marked as FP8 ({VERSION_KEY}) but has no trailer with the scales at its end:"
+                f" it is cut short or was rewritten by a tool that does not know it: {REMEDY}"
             )
         _, version, _, start, length, _ = FOOTER.unpack(footer)
         if version != VERSION:

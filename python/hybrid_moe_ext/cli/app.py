@@ -17,6 +17,8 @@ from .. import __version__
 from ..errors import CheckpointError, OptionError
 from ..info import PARTS, ModelInfo, describe_model
 from ..options import Options
+from .convert import FP8_NOTE
+from .convert import run as run_convert
 from .generate import Request, Result
 from .generate import run as generate
 from .terminal import note, set_log, write
@@ -103,7 +105,7 @@ def demo(
         model=str(model), prompt=read_prompt(prompt), n=n, temp=0.0, seed=None, chat=False, n_ctx=None,
         n_threads=threads or default_threads(), options=options, verbose=verbose,
     )  # fmt: skip
-    answer(request, as_json)
+    answer(request, as_json, with_prompt=True)
 
 
 @app.command()
@@ -139,9 +141,33 @@ def info(model: Model, as_json: Json = False) -> None:
     write(json.dumps(described.as_dict()) + "\n" if as_json else "\n".join(info_lines(described)) + "\n")
 
 
-def answer(request: Request, as_json: bool) -> Result:
+@app.command()
+def convert(
+    directory: Annotated[str, typer.Argument(metavar="HFDIR", help="A Hugging Face directory.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
+    dense_type: Annotated[
+        str | None, typer.Option("--dense-type", metavar="bf16|q8_0|f32", help="Type of everything but the experts.")
+    ] = None,
+    split_max_size: Annotated[
+        str | None,
+        typer.Option("--split-max-size", metavar="N", help="Bytes per file, such as 50G: writes OUT-00001-of-0000N.gguf."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+) -> None:
+    """Write a Hugging Face directory as GGUF, FP8 experts unchanged. Hugging Face directories also run as they are."""
+    run_convert(directory, out, Options.resolve(dense_type=dense_type).dense_type, split_max_size, force)
+
+
+def answer(request: Request, as_json: bool, with_prompt: bool = False) -> Result:
+    """`with_prompt`: the prompt is printed in front of its continuation, once that begins."""
     set_log(request.verbose)
-    result = generate(request, show=(lambda text: None) if as_json else write)
+    pending = [request.prompt] if with_prompt else []
+
+    def show(text: str) -> None:
+        write("".join(pending) + text)
+        pending.clear()
+
+    result = generate(request, show=(lambda text: None) if as_json else show)
     if as_json:
         write(json.dumps(result.as_dict()) + "\n")
     else:
@@ -189,6 +215,8 @@ def info_lines(model: ModelInfo) -> list[str]:
             lines.append(f"  {name:<11} {size(part.n_bytes):>9}  on {part.runs_on:<9}  {types}")
     if model.n_skipped:
         lines.append(f"not run:      {model.n_skipped} tensors (multi-token prediction)")
+    if model.is_fp8_gguf:
+        lines.append(f"note:         {FP8_NOTE}")
     if model.host_expert_types:
         kept = ", ".join(model.host_expert_types)
         lines.append(f"note:         experts of type {kept} stay with the host: there are no kernels for them yet")
