@@ -41,10 +41,10 @@ std::string ggml_version;
 void append_stats() {
     const Counters c = counters();
     fprintf(stats_file,
-            "{\"pid\": %d, \"ggml\": \"%s\", \"isa\": \"%s\", \"matmuls\": %" PRIu64 ", \"rows\": %" PRIu64
-            ", \"weight_bytes\": %" PRIu64 ", \"dot_experts\": %" PRIu64 ", \"gemm_experts\": %" PRIu64 "}\n",
-            int(getpid()), ggml_version.c_str(), settings().kernels->name, c.n_matmuls, c.n_rows, c.weight_bytes,
-            c.n_dot_experts, c.n_gemm_experts);
+            "{\"pid\": %d, \"ggml\": \"%s\", \"isa\": \"%s\", \"layers\": %" PRIu64 ", \"matmuls\": %" PRIu64
+            ", \"rows\": %" PRIu64 ", \"weight_bytes\": %" PRIu64 ", \"dot_experts\": %" PRIu64 ", \"gemm_experts\": %" PRIu64 "}\n",
+            int(getpid()), ggml_version.c_str(), settings().kernels->name, c.n_layers, c.n_matmuls, c.n_rows,
+            c.weight_bytes, c.n_dot_experts, c.n_gemm_experts);
     fclose(stats_file);
 }
 

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ import typer
 
 from .. import __version__
 from ..errors import CheckpointError, OptionError
+from ..host_env import host_env as describe_host_env
 from ..info import PARTS, ModelInfo, describe_model
 from ..options import Options
 from .convert import FP8_NOTE
@@ -156,6 +158,18 @@ def convert(
 ) -> None:
     """Write a Hugging Face directory as GGUF, FP8 experts unchanged. Hugging Face directories also run as they are."""
     run_convert(directory, out, Options.resolve(dense_type=dense_type).dense_type, split_max_size, force)
+
+
+@app.command()
+def host_env(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A GGUF: says what is right for its experts.")] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """What to set so that llama-server and other stock hosts run experts here: eval "$(hybrid-moe host-env)"."""
+    Options.resolve()
+    told = describe_host_env(threads or default_threads(), model)
+    write(json.dumps(asdict(told)) + "\n" if as_json else "\n".join(told.shell_lines()) + "\n")
 
 
 def answer(request: Request, as_json: bool, with_prompt: bool = False) -> Result:

@@ -13,7 +13,7 @@ import llama_cpp.llama_cpp as C
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from .. import Llama, counters
-from .._native import _ggml
+from .._native import ggml_function
 from ..errors import HybridMoeError, OptionError
 from ..info import BOTH, HOST, OURS, ModelInfo, describe_model
 from .terminal import last_errors, progress_bar
@@ -225,8 +225,8 @@ def _token_text(llm: Llama, token: int) -> str:
 
 def device_description() -> str:
     """The CPU as ggml names it; this command puts no layers on GPUs."""
-    handle = _ggml("ggml_backend_dev_by_type", ctypes.c_void_p, [ctypes.c_int])(0)  # GGML_BACKEND_DEVICE_TYPE_CPU
+    handle = ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, [ctypes.c_int])(0)  # GGML_BACKEND_DEVICE_TYPE_CPU
     if not handle:
         return "CPU"
-    text = _ggml("ggml_backend_dev_description", ctypes.c_char_p, [ctypes.c_void_p])(handle)
+    text = ggml_function("ggml_backend_dev_description", ctypes.c_char_p, [ctypes.c_void_p])(handle)
     return f"CPU ({text.decode('utf-8', 'replace').strip()})"
