@@ -10,6 +10,15 @@
 // nothing but decode and multiply. Order of additions: chain c of a row takes part c of every group; chains, then lanes,
 // then chunks are added.
 
+// Marks the loop for static analysis (llvm-mca): compile a kernel file to assembly with -DHYBRID_MOE_MCA.
+#ifdef HYBRID_MOE_MCA
+#define HYBRID_MOE_LOOP_BEGIN(m) asm volatile("# LLVM-MCA-BEGIN fp8-%c0-token-rows" ::"i"(m))
+#define HYBRID_MOE_LOOP_END asm volatile("# LLVM-MCA-END")
+#else
+#define HYBRID_MOE_LOOP_BEGIN(m)
+#define HYBRID_MOE_LOOP_END
+#endif
+
 namespace {
 namespace fp8 {
 
@@ -42,6 +51,7 @@ inline void row_piece(const uint8_t * w, const uint8_t * next, const uint8_t * x
     Vec acc[M * C];
     for (int a = 0; a < M * C; a++) acc[a] = Vec::zero();
     for (int64_t i = 0; i < n; i += group, x += Vec::fp8_x_bytes) {
+        HYBRID_MOE_LOOP_BEGIN(M);
         __builtin_prefetch(next + i);
         const typename Vec::Fp8 f = Vec::fp8_decode(w + i);
         for (int j = 0; j < M; j++) {
@@ -49,6 +59,7 @@ inline void row_piece(const uint8_t * w, const uint8_t * next, const uint8_t * x
                 acc[j * C + q % C] = Vec::fp8_multiply(f.part[q], x + j * x_stride + q * (Vec::fp8_x_bytes / P), acc[j * C + q % C]);
             }
         }
+        HYBRID_MOE_LOOP_END;
     }
     Vec row[M];
     for (int j = 0; j < M; j++) {
