@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-import models
 import pytest
 
 import hybrid_moe_ext
+import models
 from hybrid_moe_ext import library_path
 
 COMMAND = [sys.executable, "-c", "from hybrid_moe_ext.cli import main; main()", "host-env"]
@@ -49,7 +50,7 @@ def test_a_stock_host_that_was_given_the_lines_has_the_device():
     assert pasted("", f"{sys.executable} -c '{script}'") == "not found\n"
 
 
-def test_json_has_the_same(monkeypatch):
+def test_json_has_the_same():
     told = json.loads(host_env("--json").stdout)
     assert told["variables"]["GGML_BACKEND_PATH"] == str(library_path())
     assert told["flags"][:2] == ["-ot", "exps=HybridMoE"]
@@ -87,7 +88,8 @@ def test_counters_are_appended_at_exit(tmp_path):
     path = tmp_path / "stats"
     env = os.environ | {"HYBRID_MOE_STATS": str(path)}
     for n_processes in (1, 2):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, cwd=models.__file__.rpartition("/")[0])
+        command, here = [sys.executable, "-c", script], Path(__file__).parent
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=here)
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(lines) == n_processes and lines[-1]["matmuls"] == int(done.stdout) > 0

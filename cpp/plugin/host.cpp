@@ -110,7 +110,10 @@ std::string bind_host(const void * caller) {
         take(object, path, "ggml_backend_dev_by_name", h.ggml_backend_dev_by_name);
         dlclose(object);  // only the reference that RTLD_NOLOAD added
     }
-    if (!h.ggml_backend_buffer_init) return "hybrid-moe: no ggml found in this process, so there is nothing to plug into";
+    if (!h.ggml_backend_buffer_init) {
+        return "hybrid-moe: no ggml found in this process, so there is nothing to plug into; a program that holds ggml "
+               "itself must export it (link it with -rdynamic; in CMake -DCMAKE_ENABLE_EXPORTS=ON)";
+    }
     if (!h.ggml_version) return judge_host_version("0.0 (no ggml_version)", false);
     const char * allow = getenv("HYBRID_MOE_UNTESTED_HOST");
     const std::string verdict = judge_host_version(h.ggml_version(), allow && !strcmp(allow, "1"));
