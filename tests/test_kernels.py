@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint_fixtures import E4M3
+from conftest import BF16_KERNELS
 from hybrid_moe_ext import _native
 from weights import GROUP, Weights, random_weights, tolerance
 
@@ -37,7 +38,10 @@ def check(isa: str, kernel: int, w: Weights, m: int, rng: np.random.Generator) -
     x = rng.standard_normal((m, w.values.shape[1])).astype(np.float32)
     exact = x.astype(np.float64) @ w.values.T
     error = np.abs(matmul(isa, kernel, w, x) - exact)
-    assert np.all(error <= tolerance(w.values, x)), f"largest error {error.max()}"
+    limit = tolerance(w.values, x)
+    if isa in BF16_KERNELS and kernel == DOT and w.kind == "FP8":  # activations are rounded to BF16 there
+        limit = 2.0**-8 * (np.abs(x).astype(np.float64) @ np.abs(w.values).T)
+    assert np.all(error <= limit), f"largest error {error.max()}"
 
 
 def test_the_fast_kernels_are_there():

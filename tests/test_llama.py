@@ -12,6 +12,7 @@ import pytest
 import checkpoint_fixtures as fixtures
 import hybrid_moe_ext
 import models
+from conftest import BF16_KERNELS
 from hybrid_moe_ext import CheckpointError, Llama, OptionError, counters
 
 
@@ -68,7 +69,8 @@ def test_greedy_tokens_scalar_and_avx2_mmap_on_and_off():
         "print(json.dumps([m.status.isa, test_llama.greedy(m)]))"
     )
     folder = os.path.dirname(__file__)
-    for isa in hybrid_moe_ext._native.library().hybrid_moe_available_isas().decode().split():
+    isas = hybrid_moe_ext._native.library().hybrid_moe_available_isas().decode().split()
+    for isa in (isa for isa in isas if isa not in BF16_KERNELS):
         for use_mmap in "01":
             environ = {**os.environ, "HYBRID_MOE_ISA": isa}
             done = subprocess.run(

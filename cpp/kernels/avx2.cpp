@@ -77,6 +77,33 @@ struct Vec {
         return {_mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(int(0x87FFFFFFu))))};
     }
 
+    // 32 codes to 32 floats by 16-bit lanes: shifting a lane right by 4 (arithmetically, which keeps the sign) and masking
+    // it with 0x87F0 gives BF16 of value x 2^-120, subnormals included; the low and the high half of a dword are then two
+    // floats. 14 instructions per 32 weights with the products; what lost: bytes to dwords by sign extension (20),
+    // nibble tables (16).
+    static constexpr int   fp8_group   = 32;
+    static constexpr int   fp8_parts   = 4;
+    static constexpr int   fp8_x_bytes = 128;
+    static constexpr float fp8_y_unit  = 0x1p60f;  // the other half of 2^120 is in the activations: neither overflows
+    struct Fp8 { __m256 part[4]; };
+    static Fp8 fp8_decode(const uint8_t * p) {
+        const __m256i keep = _mm256_set1_epi16(short(0x87F0));
+        const __m256i top  = _mm256_set1_epi32(int(0xFFFF0000u));
+        const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
+        const __m256i odd  = _mm256_and_si256(_mm256_srai_epi16(v, 4), keep);
+        const __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 4), keep);
+        return {{_mm256_castsi256_ps(_mm256_slli_epi32(odd, 16)), _mm256_castsi256_ps(_mm256_and_si256(odd, top)),
+                 _mm256_castsi256_ps(_mm256_slli_epi32(even, 16)), _mm256_castsi256_ps(_mm256_and_si256(even, top))}};
+    }
+    static constexpr int fp8_position(int i) { return 4 * (i % 8) + (i < 8 ? 1 : i < 16 ? 3 : i < 24 ? 0 : 2); }
+    static void fp8_store_x(const float * x, float scale, uint8_t * out) {
+        const __m256 s = _mm256_set1_ps(scale * 0x1p60f);
+        for (int i = 0; i < 32; i += 8) _mm256_storeu_ps(reinterpret_cast<float *>(out) + i, _mm256_mul_ps(_mm256_loadu_ps(x + i), s));
+    }
+    static Vec fp8_multiply(__m256 part, const uint8_t * x, Vec acc) {
+        return {_mm256_fmadd_ps(part, _mm256_loadu_ps(reinterpret_cast<const float *>(x)), acc.v)};
+    }
+
     static Vec from_i8(const uint8_t * p) { return {_mm256_cvtepi32_ps(sign_extend(p))}; }
 
     static Vec from_bf16(const uint8_t * p) {
@@ -92,135 +119,9 @@ struct Vec {
 }  // namespace
 
 #include "body.h"
+#include "body_fp8.h"
 
 namespace {
-
-// FP8, few token rows: the decode loop, bound by memory. Columns go in chunks whose activations stay in L1, rows follow
-// one another inside a chunk, and the next row's piece is prefetched while this one is multiplied.
-//
-// 32 codes become 32 floats by 16-bit lanes: shifting a lane right by 4 (arithmetically, which keeps the sign) and
-// masking it with 0x87F0 gives BF16 of value x 2^-120, subnormals included; the low and the high half of a dword are
-// then two floats. 14 instructions per 32 weights with the products; what lost: byte to dword sign extension (20),
-// nibble tables (16). Codes leave in the order 1 5 9 .., 3 7 11 .., 0 4 8 .., 2 6 10 ..: activations are stored so.
-namespace fp8 {
-
-constexpr int64_t group  = 32;
-constexpr float   x_unit = 0x1p60f;  // half of 2^120 goes into the activations, half into the sum: neither overflows
-constexpr int64_t chunk_floats = 4096;
-
-// Activations [i0, i0 + n) of one token row, times their block's scale, in groups of 32 in the order above.
-inline void prepare(const float * x, const float * scale, int64_t block_k, int64_t i0, int64_t n, float * out) {
-    float scaled[group];
-    for (int64_t g = 0; g < n; g += group) {
-        for (int64_t i = 0; i < group;) {
-            const int64_t column = i0 + g + i;
-            const float s = (scale ? scale[column / block_k] : 1.0f) * x_unit;
-            const int64_t left = scale ? block_k - column % block_k : group;
-            const int64_t end = min_i64(i + left, group);
-            for (; i < end; i++) scaled[i] = x[i0 + g + i] * s;
-        }
-        for (int64_t i = 0; i < 8; i++) {
-            out[g + i]      = scaled[4 * i + 1];
-            out[g + 8 + i]  = scaled[4 * i + 3];
-            out[g + 16 + i] = scaled[4 * i];
-            out[g + 24 + i] = scaled[4 * i + 2];
-        }
-    }
-}
-
-// One weight row's piece of n columns times M token rows; x: M prepared pieces, n floats apart.
-template <int M>
-inline void row_piece(const uint8_t * w, const uint8_t * next, const float * x, int64_t n, float * out) {
-    const __m256i keep = _mm256_set1_epi16(short(0x87F0));
-    const __m256i top  = _mm256_set1_epi32(int(0xFFFF0000u));
-    constexpr int C = M == 1 ? 4 : M == 2 ? 4 : 2;  // chains per token row, to hide the latency of fma
-    __m256 acc[M][C];
-    for (int j = 0; j < M; j++) {
-        for (int c = 0; c < C; c++) acc[j][c] = _mm256_setzero_ps();
-    }
-    for (int64_t i = 0; i < n; i += group) {
-        _mm_prefetch(reinterpret_cast<const char *>(next + i), _MM_HINT_T0);
-        const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(w + i));
-        const __m256i odd  = _mm256_and_si256(_mm256_srai_epi16(v, 4), keep);
-        const __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 4), keep);
-        const __m256 f[4] = {
-            _mm256_castsi256_ps(_mm256_slli_epi32(odd, 16)),
-            _mm256_castsi256_ps(_mm256_and_si256(odd, top)),
-            _mm256_castsi256_ps(_mm256_slli_epi32(even, 16)),
-            _mm256_castsi256_ps(_mm256_and_si256(even, top)),
-        };
-        for (int j = 0; j < M; j++) {
-            for (int q = 0; q < 4; q++) acc[j][q % C] = _mm256_fmadd_ps(f[q], _mm256_loadu_ps(x + j * n + i + 8 * q), acc[j][q % C]);
-        }
-    }
-    for (int j = 0; j < M; j++) {
-        __m256 sum = _mm256_add_ps(acc[j][0], acc[j][1]);
-        if (C == 4) sum = _mm256_add_ps(sum, _mm256_add_ps(acc[j][C - 2], acc[j][C - 1]));
-        const __m128 h = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
-        const __m128 q = _mm_add_ps(h, _mm_movehl_ps(h, h));
-        out[j] = _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q))) * x_unit;
-    }
-}
-
-// Rows [row0, row1) that share their scales: `scale` per column block, or null when `row_scale` (one per row) has all.
-template <int M>
-void rows(const ExpertMatrix & e, int64_t row0, int64_t row1, const float * scale, const float * row_scale,
-          const float * const * x, float * const * y) {
-    alignas(32) float xs[chunk_floats];
-    constexpr int64_t chunk = chunk_floats / M / group * group;
-    const int64_t whole = e.k / group * group;
-    for (int64_t i0 = 0; i0 == 0 || i0 < whole; i0 += chunk) {
-        const int64_t n = min_i64(chunk, whole - i0);
-        for (int j = 0; j < M; j++) prepare(x[j], scale, e.block_k, i0, n, xs + j * n);
-        for (int64_t r = row0; r < row1; r++) {
-            const uint8_t * w = e.row(r) + i0;
-            const uint8_t * next = r + 1 < e.n_rows ? w + e.row_bytes : w;
-            float out[M];
-            row_piece<M>(w, next, xs, n, out);
-            for (int j = 0; j < M; j++) y[j][r] = i0 == 0 ? out[j] : y[j][r] + out[j];
-        }
-    }
-    for (int64_t r = row0; r < row1; r++) {
-        for (int64_t i = whole; i < e.k; i++) {
-            const float w = f32_of_fp8(e.row(r)[i]) * (scale ? scale[i / e.block_k] : 1.0f);
-            for (int j = 0; j < M; j++) y[j][r] += w * x[j][i];
-        }
-        for (int j = 0; row_scale && j < M; j++) y[j][r] *= row_scale[r - row0];
-    }
-}
-
-template <int M>
-void all_rows(const ExpertMatrix & e, int64_t row0, int64_t row1, const float * const * x, float * const * y) {
-    if (e.n_k_blocks() == 1 && e.block_rows == 1) {  // per output channel
-        rows<M>(e, row0, row1, nullptr, e.scale + row0, x, y);
-        return;
-    }
-    for (int64_t r = row0; r < row1;) {
-        const int64_t end = min_i64((r / e.block_rows + 1) * e.block_rows, row1);
-        rows<M>(e, r, end, e.row_scale(r), nullptr, x, y);
-        r = end;
-    }
-}
-
-// Activations are prepared once per block of rows: with very low blocks that would cost more than it saves.
-constexpr int64_t min_block_rows = 16;
-
-bool suits(const ExpertMatrix & e) { return e.block_rows >= min_block_rows || (e.n_k_blocks() == 1 && e.block_rows == 1); }
-
-}  // namespace fp8
-
-void dot_avx2(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t) {
-    if (e.type != WeightType::fp8_e4m3 || !fp8::suits(e)) {
-        dot(e, row0, row1, t);
-        return;
-    }
-    const Vec::Environment environment;
-    int64_t j = 0;
-    for (; j + 4 <= t.m; j += 4) fp8::all_rows<4>(e, row0, row1, t.x + j, t.y + j);
-    if (t.m - j == 3) fp8::all_rows<3>(e, row0, row1, t.x + j, t.y + j);
-    if (t.m - j == 2) fp8::all_rows<2>(e, row0, row1, t.x + j, t.y + j);
-    if (t.m - j == 1) fp8::all_rows<1>(e, row0, row1, t.x + j, t.y + j);
-}
 
 bool has_fp8_nan(const uint8_t * codes, size_t n) {
     const __m256i magnitude = _mm256_set1_epi8(0x7F);
@@ -238,6 +139,6 @@ bool has_fp8_nan(const uint8_t * codes, size_t n) {
 }  // namespace
 
 extern const Kernels kernels_avx2;
-const Kernels kernels_avx2 = {"avx2", dot_avx2, gemm, expand, activate, accumulate, multiply_add, has_fp8_nan};
+const Kernels kernels_avx2 = {"avx2", dot_any, gemm, expand, activate, accumulate, multiply_add, has_fp8_nan};
 
 }  // namespace hybrid_moe

@@ -8,6 +8,10 @@ namespace hybrid_moe {
 
 extern const Kernels kernels_scalar;
 #if defined(__x86_64__)
+extern const Kernels kernels_avx512_gfni;
+extern const Kernels kernels_avx512_bf16;
+extern const Kernels kernels_avx512_vbmi;
+extern const Kernels kernels_avx512;
 extern const Kernels kernels_avx2;
 #endif
 
@@ -25,6 +29,14 @@ constexpr TypeFacts facts[n_weight_types] = {
 
 #if defined(__x86_64__)
 // __builtin_cpu_supports also asks whether the operating system saves the registers.
+bool avx512_runs_here() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c");
+}
+bool avx512_vbmi_runs_here() { return avx512_runs_here() && __builtin_cpu_supports("avx512vbmi"); }
+bool avx512_bf16_runs_here() { return avx512_vbmi_runs_here() && __builtin_cpu_supports("avx512bf16"); }
+bool avx512_gfni_runs_here() { return avx512_bf16_runs_here() && __builtin_cpu_supports("gfni"); }
+
 bool avx2_runs_here() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
@@ -32,8 +44,17 @@ bool avx2_runs_here() {
 
 bool always() { return true; }
 
+#if defined(__x86_64__)
+// Both BF16 loops run on both; the bit matrices win on Intel, the tables on AMD.
+bool gfni_is_faster() { return avx512_gfni_runs_here() && __builtin_cpu_is("intel"); }
+#endif
+
 constexpr Implementation all[] = {
 #if defined(__x86_64__)
+    {&kernels_avx512_gfni, avx512_gfni_runs_here},
+    {&kernels_avx512_bf16, avx512_bf16_runs_here},
+    {&kernels_avx512_vbmi, avx512_vbmi_runs_here},
+    {&kernels_avx512, avx512_runs_here},
     {&kernels_avx2, avx2_runs_here},
 #endif
     {&kernels_scalar, always},
@@ -53,6 +74,9 @@ const Implementation * implementations(size_t * n) {
 const Kernels * select_kernels(const char * forced, char * error, size_t error_size) {
     const bool any = !forced || !*forced;
     for (const Implementation & i : all) {
+#if defined(__x86_64__)
+        if (any && i.kernels == &kernels_avx512_gfni && !gfni_is_faster()) continue;
+#endif
         if (any ? i.runs_here() : !strcmp(i.kernels->name, forced) && i.runs_here()) return i.kernels;
     }
     int n = snprintf(error, error_size, "HYBRID_MOE_ISA=%s is unknown or does not run on this CPU; choose one of:", forced);

@@ -64,7 +64,7 @@ class Options:
 
 
 # Variables that are no options of a model: a host newer than tried, another build of the plug-in, counters at exit.
-_OTHER_VARIABLES = ("HYBRID_MOE_UNTESTED_HOST", "HYBRID_MOE_LIBRARY", "HYBRID_MOE_STATS")
+_OTHER_VARIABLES = ("HYBRID_MOE_UNTESTED_HOST", "HYBRID_MOE_LIBRARY", "HYBRID_MOE_STATS", "HYBRID_MOE_AVX512_RUNNER")
 
 
 def _check_environment(environ: Mapping[str, str]) -> None:

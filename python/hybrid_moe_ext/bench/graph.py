@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _native
+from ..errors import PluginError
 
 P, I64, SIZE, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_int
 GGML_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "FP8": 24, "BF16": 30, "MXFP4": 39}
@@ -107,7 +108,8 @@ class LayerGraph:
         weighted = _g("ggml_mul")(ctx, down, self._weights)
         row = 4 * s.n_embd
         views = [
-            _g("ggml_view_2d")(ctx, weighted, s.n_embd, self._n_tokens, row * s.n_used, row * i) for i in range(s.n_used)
+            _g("ggml_view_2d")(ctx, weighted, s.n_embd, self._n_tokens, row * s.n_used, row * i)
+            for i in range(s.n_used)
         ]
         for view in views:  # before the sums, as llama.cpp does
             _g("ggml_build_forward_expand")(self._graph, view)
@@ -129,8 +131,8 @@ class LayerGraph:
     def set(self, x: NDArray[np.float32], ids: NDArray[np.int32], weights: NDArray[np.float32]) -> None:
         """x [n_tokens, n_embd], ids and weights [n_tokens, n_used]."""
         for tensor, data in ((self._x, x), (self._ids, ids), (self._weights, weights)):
-            data = np.ascontiguousarray(data)
-            _g("ggml_backend_tensor_set")(tensor, data.ctypes.data, 0, data.nbytes)
+            whole: NDArray[Any] = np.ascontiguousarray(data)
+            _g("ggml_backend_tensor_set")(tensor, whole.ctypes.data, 0, whole.nbytes)
 
     def run(self) -> float:
         """Seconds of one evaluation."""
@@ -139,7 +141,7 @@ class LayerGraph:
         status = compute(self._backend, self._graph)
         seconds = time.perf_counter() - start
         if status != 0:
-            raise _native.PluginError(f"the layer did not run (status {status}): see the log above")
+            raise PluginError(f"the layer did not run (status {status}): see the log above")
         return seconds
 
     def output(self) -> NDArray[np.float32]:

@@ -16,9 +16,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import _native
 from ..checkpoint import ExpertTensor, TensorRef
-from ..errors import OptionError
+from ..errors import OptionError, PluginError
 from .graph import LayerGraph, Shape
 from .limits import Limits
 
@@ -29,7 +28,6 @@ SHAPES = {
     "qwen3-30b": Shape(2048, 768, 128, 8),
     "gpt-oss": Shape(2880, 2880, 32, 4),
 }
-MAX_NMSE = {"FP8": 1e-8, "F32": 1e-8, "F16": 1e-8, "BF16": 1e-8, "Q8_0": 1e-8}
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,11 @@ class Result:
 
 def _codes(kind: str, rows: int, k: int, n_expert: int, rng: np.random.Generator) -> NDArray[np.uint8]:
     """Random valid weight bytes: [n_expert, rows, row bytes]. Blocks are repeated: their values do not matter for time."""
-    quant = {"BF16": gguf.GGMLQuantizationType.BF16, "F16": gguf.GGMLQuantizationType.F16, "F32": gguf.GGMLQuantizationType.F32}
+    quant = {
+        "BF16": gguf.GGMLQuantizationType.BF16,
+        "F16": gguf.GGMLQuantizationType.F16,
+        "F32": gguf.GGMLQuantizationType.F32,
+    }
     if kind in quant or kind in ("Q8_0", "Q4_K", "MXFP4"):
         qtype = quant.get(kind) or gguf.GGMLQuantizationType[kind]
         n_block, n_bytes = gguf.GGML_QUANT_SIZES[qtype]
@@ -78,7 +80,9 @@ def _write_fp8(folder: Path, name: str, codes: NDArray[np.uint8], rng: np.random
                 refs[part].append(TensorRef(f"{name}.{i}", path, dtype, data.shape, file.tell(), data.nbytes))
                 file.write(data.tobytes())
     full = f"blk.0.ffn_{name}_exps.weight"
-    return ExpertTensor(full, gguf.GGMLQuantizationType.I8, n_expert, rows, k, tuple(refs["codes"]), tuple(refs["scales"]), (128, 128))
+    return ExpertTensor(
+        full, gguf.GGMLQuantizationType.I8, n_expert, rows, k, tuple(refs["codes"]), tuple(refs["scales"]), (128, 128)
+    )
 
 
 def _inputs(shape: Shape, n_tokens: int, rng: np.random.Generator) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -91,13 +95,13 @@ def _validate(graph: LayerGraph, kind: str, reference: LayerGraph | None) -> Non
     graph.run()
     if reference is None:
         if not np.isfinite(graph.output()).all():
-            raise _native.PluginError(f"{kind}: the layer's output is not finite")
+            raise PluginError(f"{kind}: the layer's output is not finite")
         return
     reference.run()
     ours, stock = graph.output().astype(np.float64), reference.output().astype(np.float64)
     nmse = float(((ours - stock) ** 2).sum() / (stock**2).sum())
     if nmse > 1e-3:  # stock rounds activations to the weights' type
-        raise _native.PluginError(f"{kind}: our layer differs from stock ggml's (NMSE {nmse:.1e}), no use timing it")
+        raise PluginError(f"{kind}: our layer differs from stock ggml's (NMSE {nmse:.1e}), no use timing it")
 
 
 def bench_layer(
@@ -121,7 +125,14 @@ def bench_layer(
 
 
 def _bench_type(
-    shape: Shape, kind: str, experts: dict[str, Any], rows: list[int], n_threads: int, limits: Limits, rounds: int, rng: Any
+    shape: Shape,
+    kind: str,
+    experts: dict[str, Any],
+    rows: list[int],
+    n_threads: int,
+    limits: Limits,
+    rounds: int,
+    rng: Any,
 ) -> Iterator[Result]:
     for n_tokens in rows:
         graphs: dict[str, LayerGraph] = {}
@@ -157,4 +168,6 @@ def _result(
     flops = 2.0 * ids.size * sum(r * k for r, k in shape.weights().values())
     gbps = n_distinct * per_expert / seconds / 1e9
     gflops = flops / seconds / 1e9
-    return Result(engine, kind, len(ids), seconds * 1e3, gbps, gflops, gbps / limits.read_gbps, gflops / limits.fma_gflops)
+    return Result(
+        engine, kind, len(ids), seconds * 1e3, gbps, gflops, gbps / limits.read_gbps, gflops / limits.fma_gflops
+    )

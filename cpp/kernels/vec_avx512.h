@@ -1,0 +1,126 @@
+// Sixteen floats on AVX-512 F/BW/DQ/VL, for the files that are compiled for it. The including file says how FP8 groups are
+// decoded: it derives Vec from this. Intrinsics only.
+#include <immintrin.h>
+
+namespace {
+
+struct Vec512 {
+    static constexpr int   width    = 16;
+    static constexpr float fp8_unit = 0x1p120f;  // from_fp8: as in avx2.cpp
+    __m512 v;
+
+    // E4M3 subnormals may be float subnormals while we compute: "denormals are zero" must be off.
+    struct Environment {
+        unsigned saved;
+        Environment() : saved(_mm_getcsr()) { _mm_setcsr(saved & ~0x8040u); }
+        ~Environment() { _mm_setcsr(saved); }
+    };
+
+    static float f16_scale(const uint8_t * p) {
+        uint16_t h;
+        __builtin_memcpy(&h, p, sizeof h);
+        return _cvtsh_ss(h);
+    }
+    static uint16_t f16_bits(float f) { return uint16_t(_cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
+
+    static __m512i sign_extend(const uint8_t * p) {
+        return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+    }
+};
+
+// The words of the vocabulary that return a Vec.
+#define HYBRID_MOE_AVX512_WORDS                                                                                        \
+    static Vec make(__m512 a) { Vec r; r.v = a; return r; }                                                            \
+    static Vec zero() { return make(_mm512_setzero_ps()); }                                                            \
+    static Vec set1(float a) { return make(_mm512_set1_ps(a)); }                                                       \
+    static Vec load(const float * p) { return make(_mm512_loadu_ps(p)); }                                              \
+    void store(float * p) const { _mm512_storeu_ps(p, v); }                                                            \
+    static Vec fma(Vec a, Vec b, Vec c) { return make(_mm512_fmadd_ps(a.v, b.v, c.v)); }                               \
+    static Vec add(Vec a, Vec b) { return make(_mm512_add_ps(a.v, b.v)); }                                             \
+    static Vec mul(Vec a, Vec b) { return make(_mm512_mul_ps(a.v, b.v)); }                                             \
+    static Vec div(Vec a, Vec b) { return make(_mm512_div_ps(a.v, b.v)); }                                             \
+    static Vec min(Vec a, Vec b) { return make(_mm512_min_ps(a.v, b.v)); }                                             \
+    static Vec max(Vec a, Vec b) { return make(_mm512_max_ps(a.v, b.v)); }                                             \
+    static void reduce4(Vec a, Vec b, Vec c, Vec d, float * out) {                                                     \
+        out[0] = _mm512_reduce_add_ps(a.v);                                                                            \
+        out[1] = _mm512_reduce_add_ps(b.v);                                                                            \
+        out[2] = _mm512_reduce_add_ps(c.v);                                                                            \
+        out[3] = _mm512_reduce_add_ps(d.v);                                                                            \
+    }                                                                                                                  \
+    static Vec from_fp8(const uint8_t * p) {                                                                           \
+        const __m512i bits = _mm512_slli_epi32(sign_extend(p), 20);                                                    \
+        return make(_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(int(0x87FFFFFFu)))));                 \
+    }                                                                                                                  \
+    static Vec from_i8(const uint8_t * p) { return make(_mm512_cvtepi32_ps(sign_extend(p))); }                         \
+    static Vec from_bf16(const uint8_t * p) {                                                                          \
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));          \
+        return make(_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16)));                                                 \
+    }                                                                                                                  \
+    static Vec from_f16(const uint8_t * p) {                                                                           \
+        return make(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))));                        \
+    }                                                                                                                  \
+    /* As in avx2.cpp; scaling by 2^n overflows to infinity and underflows to 0 by itself. */                          \
+    static Vec exp(Vec a) {                                                                                            \
+        const __m512 x = _mm512_max_ps(_mm512_set1_ps(-104.0f), _mm512_min_ps(_mm512_set1_ps(89.0f), a.v));            \
+        const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);                       \
+        __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);                                               \
+        r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);                                                   \
+        __m512 p = _mm512_set1_ps(1.0f / 5040);                                                                        \
+        const float series[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};                        \
+        for (const float c : series) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));                                     \
+        return make(_mm512_scalef_ps(p, n));                                                                           \
+    }
+
+inline bool has_fp8_nan_512(const uint8_t * codes, size_t n) {
+    const __m512i magnitude = _mm512_set1_epi8(0x7F);
+    bool any = false;
+    size_t i = 0;
+    for (; i + 64 <= n; i += 64) {
+        const __m512i c = _mm512_loadu_si512(codes + i);
+        any |= _mm512_cmpeq_epi8_mask(_mm512_and_si512(c, magnitude), magnitude) != 0;
+    }
+    for (; i < n; i++) any = any || (codes[i] & 0x7F) == 0x7F;
+    return any;
+}
+
+// FP8 groups of 64 codes in four parts of 16 floats: what two of the three files share.
+inline void store_x_f32(const float * x, float scale, uint8_t * out) {
+    const __m512 s = _mm512_set1_ps(scale);
+    for (int i = 0; i < 64; i += 16) _mm512_storeu_ps(reinterpret_cast<float *>(out) + i, _mm512_mul_ps(_mm512_loadu_ps(x + i), s));
+}
+
+inline __m512 multiply_f32(__m512 part, const uint8_t * x, __m512 acc) {
+    return _mm512_fmadd_ps(part, _mm512_loadu_ps(reinterpret_cast<const float *>(x)), acc);
+}
+
+// BF16 of the 128 magnitudes of E4M3, low bytes then high bytes, as two-register tables for byte permutes.
+struct Bf16Tables {
+    alignas(64) uint8_t low[128];
+    alignas(64) uint8_t high[128];
+};
+
+constexpr Bf16Tables make_bf16_tables() {
+    Bf16Tables t{};
+    for (int code = 0; code < 128; code++) {
+        int exponent = code >> 3;
+        int mantissa = code & 7;
+        if (exponent == 0 && mantissa != 0) {  // subnormal: shift the leading one out
+            exponent = 1;
+            while (!(mantissa & 8)) {
+                mantissa <<= 1;
+                exponent--;
+            }
+            mantissa &= 7;
+            const int bits = (exponent + 120) << 7 | mantissa << 4;
+            t.low[code]  = uint8_t(bits & 255);
+            t.high[code] = uint8_t(bits >> 8);
+        } else if (exponent != 0) {
+            const int bits = (exponent + 120) << 7 | mantissa << 4;
+            t.low[code]  = uint8_t(bits & 255);
+            t.high[code] = uint8_t(bits >> 8);
+        }
+    }
+    return t;
+}
+
+}  // namespace
