@@ -19,6 +19,7 @@ from ..errors import CheckpointError, OptionError
 from ..host_env import host_env as describe_host_env
 from ..info import PARTS, ModelInfo, describe_model
 from ..options import Options
+from .bench import run as run_bench_layer
 from .convert import FP8_NOTE
 from .convert import run as run_convert
 from .generate import Request, Result
@@ -27,7 +28,7 @@ from .terminal import note, set_log, write
 from .threads import default_threads
 
 DEMO_MODEL = "tiny-deepseek-v3-fp8"
-DEMO_PROMPT = "The licenses for most software"
+DEMO_PROMPT = "The licenses for most software are designed to"
 
 app = typer.Typer(
     add_completion=False,
@@ -133,6 +134,28 @@ def run(
         n_threads=threads or default_threads(), options=options, verbose=verbose,
     )  # fmt: skip
     answer(request, as_json)
+
+
+bench = typer.Typer(help="Benchmarks: validate, then time, next to stock ggml in the same run.", rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+@with_options
+def layer(
+    options: dict[str, str | None],
+    shape: Annotated[str, typer.Option(help="deepseek, qwen3-30b or gpt-oss: a layer of that model.")] = "qwen3-30b",
+    types: Annotated[
+        str, typer.Option(help="Weight types: FP8, BF16, F16, F32, Q8_0; Q4_K, MXFP4 (stock only).")
+    ] = "FP8,BF16,Q8_0",
+    rows: Annotated[str, typer.Option(help="Numbers of token rows.")] = "1,4,16,128,512",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed runs per engine; the median is shown.")] = 5,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """One MoE layer: ms, GB/s and GFLOP/s with their shares of what this machine can do, and the ratio to stock ggml."""
+    set_log(False)
+    run_bench_layer(shape, types, rows, threads or default_threads(), rounds, as_json, Options.resolve(None, **options))
 
 
 @app.command()
