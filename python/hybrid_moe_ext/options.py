@@ -25,7 +25,9 @@ class Options:
         "bf16", ("bf16", "q8_0", "f32"), "type that a checkpoint's attention and shared weights are loaded as"
     )
     isa: str = _option(
-        "auto", ("auto", "scalar", "avx2"), "instruction set of the kernels; auto: the best that runs here"
+        "auto",
+        ("auto", "scalar", "avx2", "avx512", "avx512_vbmi", "avx512_bf16", "avx512_gfni"),
+        "instruction set of the kernels; auto: the best that runs here",
     )
     team: str = _option(
         "auto", ("auto", "openmp", "pool"), "what runs the threads; auto: the host's OpenMP when it has one"
