@@ -144,12 +144,11 @@ def check(result: Any) -> Any:
 # ggml's functions through libllama's own handle: the package carries several copies of the libraries under several
 # names, and only the copies that libllama is bound to hold the registry it uses.
 def ggml_function(name: str, result: Any, arguments: list[Any]) -> Any:
+    """A function object of its own: setting types on the library's would change them for everybody else."""
     try:
-        function = getattr(C._lib, name)
+        return ctypes.CFUNCTYPE(result, *arguments)((name, C._lib))
     except AttributeError as error:
         raise PluginError(f"llama-cpp-python's libraries have no function {name}: {_reinstall()}") from error
-    function.restype, function.argtypes = result, arguments
-    return function
 
 
 def _reinstall() -> str:
