@@ -174,12 +174,45 @@ inline void dot_tile(const ExpertMatrix & e, int64_t row0, const float * const *
     }
 }
 
+// The same for Q8_0, whose blocks of 32 are whole and short: sums of one row's block stay in one register.
+template <int R, int M>
+inline void dot_tile_q8_0(const ExpertMatrix & e, int64_t row0, const float * const * x, float * const * y) {
+    constexpr int parts = 32 / Vec::width;
+    Vec total[R * M];
+    for (int i = 0; i < R * M; i++) total[i] = Vec::zero();
+    for (int64_t i = 0; i < e.k; i += 32) {
+        for (int r = 0; r < R; r++) {
+            const uint8_t * block = e.row(row0 + r) + size_t(i / 32) * 34;
+            __builtin_prefetch(block + 1024);
+            const Vec scale = Vec::set1(Vec::f16_scale(block));
+            Vec w[parts];
+            for (int q = 0; q < parts; q++) w[q] = Vec::from_i8(block + 2 + q * Vec::width);
+            for (int j = 0; j < M; j++) {
+                Vec sum = Vec::mul(w[0], Vec::load(x[j] + i));
+                for (int q = 1; q < parts; q++) sum = Vec::fma(w[q], Vec::load(x[j] + i + q * Vec::width), sum);
+                total[r * M + j] = Vec::fma(sum, scale, total[r * M + j]);
+            }
+        }
+    }
+    float out[R * M];
+    sums<R * M>(total, out);
+    for (int r = 0; r < R; r++) {
+        for (int j = 0; j < M; j++) y[j][row0 + r] = out[r * M + j];
+    }
+}
+
+template <WeightType T, int R, int M>
+inline void dot_tile_of(const ExpertMatrix & e, int64_t row0, const float * const * x, float * const * y) {
+    if constexpr (T == WeightType::q8_0) dot_tile_q8_0<R, M>(e, row0, x, y);
+    else dot_tile<T, R, M>(e, row0, x, y);
+}
+
 template <WeightType T, int M>
 inline void dot_rows(const ExpertMatrix & e, int64_t row0, int64_t row1, const float * const * x, float * const * y) {
     constexpr int R = M == 1 ? 4 : 2;  // registers: R blocks + R totals per token row, the codes and x
     int64_t r = row0;
-    for (; r + R <= row1; r += R) dot_tile<T, R, M>(e, r, x, y);
-    for (; r < row1; r++) dot_tile<T, 1, M>(e, r, x, y);
+    for (; r + R <= row1; r += R) dot_tile_of<T, R, M>(e, r, x, y);
+    for (; r < row1; r++) dot_tile_of<T, 1, M>(e, r, x, y);
 }
 
 template <WeightType T>

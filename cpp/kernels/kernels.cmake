@@ -4,6 +4,9 @@ set(HYBRID_MOE_KERNEL_DIR "${CMAKE_CURRENT_LIST_DIR}")
 
 function(hybrid_moe_add_kernels target)
   set(common "-O3;-ffp-contract=off")
+  if(HYBRID_MOE_SANITIZE)  # minutes of compiling otherwise
+    set(common "-O1;-ffp-contract=off")
+  endif()
   target_sources(${target} PRIVATE "${HYBRID_MOE_KERNEL_DIR}/select.cpp" "${HYBRID_MOE_KERNEL_DIR}/scalar.cpp")
   set_source_files_properties("${HYBRID_MOE_KERNEL_DIR}/scalar.cpp" PROPERTIES COMPILE_OPTIONS "${common}")
   if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
