@@ -4,6 +4,8 @@
 #include "plugin/buffer.h"
 #include "plugin/elementwise.h"
 
+#include <cstring>
+
 namespace hybrid_moe {
 namespace {
 
@@ -81,6 +83,12 @@ bool takes_op(const ggml_tensor * op) {
         default:
             return is_elementwise(op) && stems_from_experts(op);
     }
+}
+
+float param_f32(const ggml_tensor * t, int i) {
+    float f;
+    memcpy(&f, &t->op_params[i], sizeof f);
+    return f;
 }
 
 const char * describe_matmul(const ggml_tensor * node, ExpertMatmul & out) {

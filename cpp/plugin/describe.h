@@ -10,6 +10,9 @@ namespace hybrid_moe {
 // type and shape decide.
 bool takes_op(const ggml_tensor * op);
 
+// Parameter i of an operation, as the float that it holds.
+float param_f32(const ggml_tensor * t, int i);
+
 // Fills `out` from a MUL_MAT_ID node whose tensors are allocated. Returns null, or what is wrong with it.
 const char * describe_matmul(const ggml_tensor * node, ExpertMatmul & out);
 

@@ -1,6 +1,7 @@
 // ADD, MUL, ADD_ID, GLU, UNARY, SQR, CLAMP, SCALE, CONT on F32, row by row.
 #include "plugin/elementwise.h"
 
+#include "plugin/describe.h"
 #include "plugin/settings.h"
 #include "threads/team.h"
 
@@ -10,12 +11,6 @@
 
 namespace hybrid_moe {
 namespace {
-
-float param_f32(const ggml_tensor * t, int i) {
-    float f;
-    memcpy(&f, &t->op_params[i], sizeof f);
-    return f;
-}
 
 int64_t n_rows_of(const ggml_tensor * t) { return t->ne[1] * t->ne[2] * t->ne[3]; }
 

@@ -9,12 +9,6 @@
 namespace hybrid_moe {
 namespace {
 
-float param_f32(const ggml_tensor * t, int i) {
-    float f;
-    memcpy(&f, &t->op_params[i], sizeof f);
-    return f;
-}
-
 // A graph's nodes from `first` on, and which of them the block has accounted for.
 class Block {
 public:
@@ -23,7 +17,7 @@ public:
     const ggml_tensor * node(int i) const { return i < n_ ? host().ggml_graph_node(graph_, i) : nullptr; }
     int first() const { return first_; }
 
-    // Accounts for a tensor; false when it is no node of the graph after `first`, so that the block is not whole.
+    // Accounts for a tensor. Returns true, to end a search with; whether it is a node in place, is_whole() asks.
     bool use(const ggml_tensor * t) {
         used_.push_back(t);
         return true;
@@ -144,7 +138,8 @@ bool find_unary(Block & block, const ggml_tensor * t, Activation & a, Inputs & i
 bool find_limited(Block & block, const ggml_tensor * t, Activation & a, Inputs & in) {
     const ggml_tensor * c0 = t->src[0];
     const ggml_tensor * c1 = t->src[1];
-    float limit_gate, limit_up;
+    float limit_gate = 0.0f;
+    float limit_up = 0.0f;
     const ggml_tensor * silu = c0 ? clamped(c0, false, limit_gate) : nullptr;
     const ggml_tensor * up   = c1 ? clamped(c1, true, limit_up) : nullptr;
     if (!silu || !up || silu->op != GGML_OP_UNARY || silu->op_params[0] != GGML_UNARY_OP_SILU || limit_gate != limit_up) return false;
