@@ -12,7 +12,7 @@ LIMITS = Limits(1, 10.0, 100.0)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setitem(layer_module.SHAPES, "small", Shape(256, 128, 8, 2))
+    monkeypatch.setitem(layer_module.SHAPES, "small", Shape(512, 256, 8, 2))
     register()
 
 
@@ -26,7 +26,10 @@ def test_every_type_of_ours_runs_as_a_whole_layer(kind):
     assert ("ggml" in {r.engine for r in results}) == (kind in layer_module.STOCK)
 
 
-@pytest.mark.parametrize("shape, kinds, message", [("huge", ["FP8"], "deepseek"), ("small", ["FP9"], "FP8")])
+@pytest.mark.parametrize(
+    "shape, kinds, message",
+    [("huge", ["FP8"], "deepseek"), ("small", ["FP9"], "FP8"), ("gpt-oss", ["MXFP4", "Q4_K"], "Q4_K has blocks of 256")],
+)
 def test_unknown_shapes_and_types(shape, kinds, message):
     with pytest.raises(OptionError, match=message):
         list(bench_layer(shape, kinds, [1], 1, LIMITS))

@@ -114,6 +114,13 @@ def bench_layer(
         if kind not in (*OURS, *STOCK):
             raise OptionError(f"unknown type {kind!r}: choose among {', '.join(dict.fromkeys((*OURS, *STOCK)))}")
     shape = SHAPES[shape_name]
+    for kind in kinds:
+        n_block = 1 if kind == "FP8" else gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+        if shape.n_embd % n_block or shape.n_ff % n_block:
+            raise OptionError(
+                f"{kind} has blocks of {n_block} values, but rows of shape {shape_name!r} have {shape.n_embd} and "
+                f"{shape.n_ff}: choose another type or shape"
+            )
     rng = np.random.default_rng(0)
     for kind in kinds:
         with TemporaryDirectory(prefix="hybrid-moe-bench-") as folder:
