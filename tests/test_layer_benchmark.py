@@ -28,7 +28,11 @@ def test_every_type_of_ours_runs_as_a_whole_layer(kind):
 
 @pytest.mark.parametrize(
     "shape, kinds, message",
-    [("huge", ["FP8"], "deepseek"), ("small", ["FP9"], "FP8"), ("gpt-oss", ["MXFP4", "Q4_K"], "Q4_K has blocks of 256")],
+    [
+        ("huge", ["FP8"], "deepseek"),
+        ("small", ["FP9"], "FP8"),
+        ("gpt-oss", ["MXFP4", "Q4_K"], "Q4_K has blocks of 256"),
+    ],
 )
 def test_unknown_shapes_and_types(shape, kinds, message):
     with pytest.raises(OptionError, match=message):
