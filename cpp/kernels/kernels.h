@@ -74,6 +74,7 @@ struct Kernels {
     const char * name;
 
     // y[j][row] = dot(weight row, x[j]) for row in [row0, row1). For few token rows: weights are decoded in registers.
+    // Types of quants.h meet rounded activations on all tables but the scalar one, here and in gemm, which needs no panel then.
     void (*dot)(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t);
 
     // The same product for many token rows: weights are expanded into `panel` (panel_bytes, 64-byte aligned) once per
