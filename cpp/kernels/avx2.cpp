@@ -9,6 +9,7 @@ namespace {
 struct Vec {
     static constexpr int   width    = 8;
     static constexpr float fp8_unit = 0x1p120f;
+    static constexpr int   gemm_tokens = 6;  // 12 accumulators
     __m256 v;
 
     // E4M3 bits are used as the top of a float, so its subnormals are float subnormals: "denormals are zero" must be
@@ -120,6 +121,8 @@ struct Vec {
 
 #include "body.h"
 #include "body_fp8.h"
+#include "panel_avx.h"
+#include "body_gemm.h"
 
 namespace {
 

@@ -47,6 +47,8 @@ struct Vec : Vec512 {
 
 #include "body.h"
 #include "body_fp8.h"
+#include "panel_avx.h"
+#include "body_gemm.h"
 
 extern const Kernels kernels_avx512_bf16;
 const Kernels kernels_avx512_bf16 = {"avx512_bf16", dot_any, gemm, expand, activate, accumulate, multiply_add, has_fp8_nan_512};

@@ -39,6 +39,8 @@ struct Vec : Vec512 {
 
 #include "body.h"
 #include "body_fp8.h"
+#include "panel_avx.h"
+#include "body_gemm.h"
 
 extern const Kernels kernels_avx512_vbmi;
 const Kernels kernels_avx512_vbmi = {"avx512_vbmi", dot_any, gemm, expand, activate, accumulate, multiply_add, has_fp8_nan_512};

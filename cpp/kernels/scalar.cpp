@@ -7,6 +7,7 @@ namespace {
 struct Vec {
     static constexpr int   width    = 1;
     static constexpr float fp8_unit = 1.0f;  // from_fp8 returns the code's value itself
+    static constexpr int   gemm_tokens = 6;
     float v;
 
     // Floating-point environment of a kernel call; plain floats need none.
@@ -35,6 +36,20 @@ struct Vec {
 }  // namespace
 
 #include "body.h"
+
+namespace {
+
+inline void transpose8(const float * in, int64_t in_stride, float * out, int64_t out_stride) {
+    for (int i = 0; i < 8; i++) {
+        for (int j = 0; j < 8; j++) out[j * out_stride + i] = in[i * in_stride + j];
+    }
+}
+
+template <WeightType T> bool turn_codes(const ExpertMatrix &, int64_t, int64_t, int64_t, int64_t, float *) { return false; }
+
+}  // namespace
+
+#include "body_gemm.h"
 
 namespace {
 

@@ -80,7 +80,7 @@ void count_layer();
 void count_matmul(const ExpertWeights & w, int64_t n_rows, const Routing & route);
 
 // One tile of one expert: the kernel that suits the number of token rows.
-void multiply(const Kernels & kernels, const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & rows, float * panel);
+void multiply(const Kernels & kernels, const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & rows, float * scratch);
 
 // Writes the sentence for a pair whose id is out of range (at least 512 bytes).
 void describe_bad_id(const ExpertWeights & w, const ExpertIds & ids, Pair bad, char * error);

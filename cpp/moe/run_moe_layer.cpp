@@ -30,7 +30,7 @@ struct Plan {
 
 int64_t rows_per_tile(int64_t n_rows, int64_t n_tiles) {
     const int64_t rows = (n_rows + n_tiles - 1) / (n_tiles < 1 ? 1 : n_tiles);
-    return (rows + panel_rows - 1) / panel_rows * panel_rows;
+    return (rows + gemm_panel_rows - 1) / gemm_panel_rows * gemm_panel_rows;
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -49,21 +49,21 @@ Plan decide(const MoeLayer & layer, const Routing & route, int n_threads) {
 
 size_t round_up(size_t n_floats) { return (n_floats + 15) / 16 * 16; }
 
-// Memory of one run, cut out of the workspace: h, and per thread a panel and two tiles of results.
+// Memory of one run, cut out of the workspace: h, and per thread what gemm needs and two tiles of results.
 struct Scratch {
     float * h;           // [pairs][n_ff], in the order of the routing
     float * threads;
     size_t  per_thread;  // floats
     size_t  per_tile;    // [largest m of an expert][rows of a tile]
 
-    float * panel(int i_thread) const { return threads + size_t(i_thread) * per_thread; }
-    float * tile(int i_thread, int which) const { return panel(i_thread) + panel_bytes / sizeof(float) + size_t(which) * per_tile; }
+    float * gemm(int i_thread) const { return threads + size_t(i_thread) * per_thread; }
+    float * tile(int i_thread, int which) const { return gemm(i_thread) + gemm_scratch_bytes / sizeof(float) + size_t(which) * per_tile; }
 };
 
 Scratch cut(std::vector<uint8_t> & bytes, const MoeLayer & layer, const Plan & plan, size_t n_pairs, int64_t m_max) {
     Scratch s;
     s.per_tile   = round_up(size_t(m_max * (plan.up_rows > plan.down_rows ? plan.up_rows : plan.down_rows)));
-    s.per_thread = panel_bytes / sizeof(float) + 2 * s.per_tile;
+    s.per_thread = gemm_scratch_bytes / sizeof(float) + 2 * s.per_tile;
     const size_t h_floats = round_up(n_pairs * size_t(layer.n_ff()));
     const size_t needed = (h_floats + s.per_thread * size_t(plan.n_threads)) * sizeof(float) + 64;
     if (bytes.size() < needed) bytes.resize(needed);
@@ -91,7 +91,7 @@ void project(Run & run, const Projection & p, int64_t i_expert, int64_t row0, in
     float ** y = run.work.tile_y.data() + int64_t(i_thread) * run.m_max;
     for (int64_t j = 0; j < m; j++) y[j] = out + j * n - (p.row0 + row0);  // kernels index y by the matrix's row
     multiply(*run.options.kernels, p.weights.matrix(i_expert), p.row0 + row0, p.row0 + row1, {x, y, m},
-             run.scratch.panel(i_thread));
+             run.scratch.gemm(i_thread));
     const float * bias = p.bias.of(i_expert);
     for (int64_t j = 0; bias && j < m; j++) run.options.kernels->accumulate(1.0f, bias + row0, n, out + j * n);
 }

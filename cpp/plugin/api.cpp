@@ -150,8 +150,8 @@ int hybrid_moe_matmul(const char * isa, int kernel, const hybrid_moe_matrix * ma
         if (kernel == 0) {
             k->dot(e, 0, e.n_rows, rows);
         } else {
-            std::unique_ptr<float, void (*)(void *)> panel(static_cast<float *>(aligned_alloc(64, panel_bytes)), free);
-            k->gemm(e, 0, e.n_rows, rows, panel.get());
+            std::unique_ptr<float, void (*)(void *)> scratch(static_cast<float *>(aligned_alloc(64, gemm_scratch_bytes)), free);
+            k->gemm(e, 0, e.n_rows, rows, scratch.get());
         }
         return 0;
     });
