@@ -3,7 +3,7 @@
 // Written once over a few more words of the vocabulary. Include after body.h.
 //
 // Vec: gemm_tokens (token rows of the micro-kernel: 2 gemm_tokens accumulators, 2 weights and a broadcast fit into the
-// registers). Beside it, before this file: transpose8(in, in_stride, out, out_stride) turns 8x8 floats; turn_codes<T>(e, row0,
+// registers). Beside it, before this file: turn_floats(in, rows, n, out): out[n][rows] = in[rows][piece_k], n a multiple of 8; turn_codes<T>(e, row0,
 // rows, i0, n, panel) makes a whole panel in a faster way, if there is one for this type and shape, else returns false.
 //
 // Order of additions: columns ascending inside a piece of piece_k columns, pieces ascending into y.
@@ -35,11 +35,7 @@ inline void fill_panel_by_rows(const ExpertMatrix & e, int64_t row0, int64_t row
         if (r < rows) expand_typed<T>(e, row0 + r, i0, n, out);
         for (int64_t i = r < rows ? n : 0; i < n8; i++) out[i] = 0.0f;
     }
-    for (int64_t i = 0; i < n8; i += 8) {
-        for (int64_t r = 0; r < panel_width; r += 8) {
-            transpose8(s.rows + r * piece_k + i, piece_k, s.panel + i * panel_width + r, panel_width);
-        }
-    }
+    turn_floats(s.rows, panel_width, n8, s.panel);
 }
 
 // Sums of M token rows with one panel. One member per token row, not an array: compilers keep those in registers.

@@ -96,7 +96,7 @@ struct Kernels {
 };
 
 // From how many token rows per expert on `gemm` is used. Re-measure with `hybrid-moe bench kernels`.
-constexpr int64_t gemm_min_rows = 6;
+constexpr int64_t gemm_min_rows = 5;
 
 // All implementations compiled in, fastest first; the last, "scalar", runs everywhere.
 struct Implementation {

@@ -6,8 +6,8 @@
 
 namespace {
 
-// out[column * out_stride + row] = in[row * in_stride + column]. Halves of rows are paired by loads, which cost no shuffle.
-inline void transpose8(const float * in, int64_t in_stride, float * out, int64_t out_stride) {
+// out[i][r] = in[r][i] for 8 rows and columns. Halves of rows are paired by loads, which cost no shuffle.
+inline void turn_8x8_floats(const float * in, int64_t in_stride, float * out, int64_t out_stride) {
     const auto pair = [&](int row, int column) {
         return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(in + row * in_stride + column)),
                                     _mm_loadu_ps(in + (row + 4) * in_stride + column), 1);
@@ -21,6 +21,12 @@ inline void transpose8(const float * in, int64_t in_stride, float * out, int64_t
         _mm256_storeu_ps(to + out_stride, _mm256_shuffle_ps(ab0, cd0, 0xEE));
         _mm256_storeu_ps(to + 2 * out_stride, _mm256_shuffle_ps(ab1, cd1, 0x44));
         _mm256_storeu_ps(to + 3 * out_stride, _mm256_shuffle_ps(ab1, cd1, 0xEE));
+    }
+}
+
+inline void turn_floats(const float * in, int64_t rows, int64_t n, float * out) {
+    for (int64_t i = 0; i < n; i += 8) {
+        for (int64_t r = 0; r < rows; r += 8) turn_8x8_floats(in + r * piece_k + i, piece_k, out + i * rows + r, rows);
     }
 }
 

@@ -39,9 +39,9 @@ struct Vec {
 
 namespace {
 
-inline void transpose8(const float * in, int64_t in_stride, float * out, int64_t out_stride) {
-    for (int i = 0; i < 8; i++) {
-        for (int j = 0; j < 8; j++) out[j * out_stride + i] = in[i * in_stride + j];
+inline void turn_floats(const float * in, int64_t rows, int64_t n, float * out) {
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t i = 0; i < n; i++) out[i * rows + r] = in[r * piece_k + i];
     }
 }
 

@@ -6,6 +6,7 @@
 #include "moe/moe_layer.h"
 #include "threads/team.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -35,35 +36,41 @@ int64_t rows_per_tile(int64_t n_rows, int64_t n_tiles) {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-Plan decide(const MoeLayer & layer, const Routing & route, int n_threads) {
+// A tile's results, rows x the token rows of an expert, stay below this where the batch allows: they are read again at once.
+constexpr int64_t tile_floats = 256 << 10;
+
+int64_t at_most_rows(int64_t m_max) {
+    const int64_t rows = tile_floats / (m_max < 1 ? 1 : m_max) / gemm_panel_rows * gemm_panel_rows;
+    return rows < 4 * gemm_panel_rows ? 4 * gemm_panel_rows : rows;  // lower tiles would gather the same tokens too often
+}
+
+Plan decide(const MoeLayer & layer, const Routing & route, int64_t m_max, int n_threads) {
     Plan plan;
     const int64_t n_active = int64_t(route.active.size());
     const int64_t wanted = tiles_per_thread * int64_t(n_threads);
     plan.n_threads    = n_threads;
-    plan.up_rows      = rows_per_tile(layer.n_ff(), n_active ? ceil_div(wanted, n_active) : 1);
+    plan.up_rows      = std::min(rows_per_tile(layer.n_ff(), n_active ? ceil_div(wanted, n_active) : 1), at_most_rows(m_max));
     plan.n_up_tiles   = ceil_div(layer.n_ff(), plan.up_rows);
-    plan.down_rows    = rows_per_tile(layer.n_embd(), wanted);
+    plan.down_rows    = std::min(rows_per_tile(layer.n_embd(), wanted), at_most_rows(m_max));
     plan.n_down_tiles = ceil_div(layer.n_embd(), plan.down_rows);
     return plan;
 }
 
 size_t round_up(size_t n_floats) { return (n_floats + 15) / 16 * 16; }
 
-// Memory of one run, cut out of the workspace: h, and per thread what gemm needs and two tiles of results.
+// Memory of one run, cut out of the workspace: h, and per thread what gemm needs and a tile of results.
 struct Scratch {
     float * h;           // [pairs][n_ff], in the order of the routing
     float * threads;
     size_t  per_thread;  // floats
-    size_t  per_tile;    // [largest m of an expert][rows of a tile]
 
     float * gemm(int i_thread) const { return threads + size_t(i_thread) * per_thread; }
-    float * tile(int i_thread, int which) const { return gemm(i_thread) + gemm_scratch_bytes / sizeof(float) + size_t(which) * per_tile; }
+    float * tile(int i_thread) const { return gemm(i_thread) + gemm_scratch_bytes / sizeof(float); }
 };
 
 Scratch cut(std::vector<uint8_t> & bytes, const MoeLayer & layer, const Plan & plan, size_t n_pairs, int64_t m_max) {
     Scratch s;
-    s.per_tile   = round_up(size_t(m_max * (plan.up_rows > plan.down_rows ? plan.up_rows : plan.down_rows)));
-    s.per_thread = gemm_scratch_bytes / sizeof(float) + 2 * s.per_tile;
+    s.per_thread = gemm_scratch_bytes / sizeof(float) + round_up(size_t(m_max * std::max(plan.up_rows, plan.down_rows)));
     const size_t h_floats = round_up(n_pairs * size_t(layer.n_ff()));
     const size_t needed = (h_floats + s.per_thread * size_t(plan.n_threads)) * sizeof(float) + 64;
     if (bytes.size() < needed) bytes.resize(needed);
@@ -84,16 +91,15 @@ struct Run {
     std::atomic<bool>    aborted{false};
 };
 
-// Rows [row0, row1) of a projection for m token rows of one expert, to `out` [m][row1 - row0].
+// Rows [row0, row1) of a projection for m token rows of one expert, to `out`: m rows, `stride` floats apart.
 void project(Run & run, const Projection & p, int64_t i_expert, int64_t row0, int64_t row1, const float * const * x,
-             int64_t m, float * out, int i_thread) {
-    const int64_t n = row1 - row0;
+             int64_t m, float * out, int64_t stride, int i_thread) {
     float ** y = run.work.tile_y.data() + int64_t(i_thread) * run.m_max;
-    for (int64_t j = 0; j < m; j++) y[j] = out + j * n - (p.row0 + row0);  // kernels index y by the matrix's row
+    for (int64_t j = 0; j < m; j++) y[j] = out + j * stride - (p.row0 + row0);  // kernels index y by the matrix's row
     multiply(*run.options.kernels, p.weights.matrix(i_expert), p.row0 + row0, p.row0 + row1, {x, y, m},
              run.scratch.gemm(i_thread));
     const float * bias = p.bias.of(i_expert);
-    for (int64_t j = 0; bias && j < m; j++) run.options.kernels->accumulate(1.0f, bias + row0, n, out + j * n);
+    for (int64_t j = 0; bias && j < m; j++) run.options.kernels->accumulate(1.0f, bias + row0, row1 - row0, out + j * stride);
 }
 
 void up_tile(Run & run, int64_t tile, int i_thread) {
@@ -106,14 +112,14 @@ void up_tile(Run & run, int64_t tile, int i_thread) {
     const int64_t row0 = tile % run.plan.n_up_tiles * run.plan.up_rows;
     const int64_t row1 = row0 + run.plan.up_rows < layer.n_ff() ? row0 + run.plan.up_rows : layer.n_ff();
     const int64_t n = row1 - row0;
-    float * gate = run.scratch.tile(i_thread, 0);
-    float * up   = run.scratch.tile(i_thread, 1);
+    float * h  = run.scratch.h + begin * layer.n_ff() + row0;  // holds the gate's rows first
+    float * up = run.scratch.tile(i_thread);
     const float * const * x = run.work.x.data() + begin;
-    if (has_gate(layer.activation.kind)) project(run, layer.gate, i_expert, row0, row1, x, m, gate, i_thread);
-    project(run, layer.up, i_expert, row0, row1, x, m, up, i_thread);
+    if (has_gate(layer.activation.kind)) project(run, layer.gate, i_expert, row0, row1, x, m, h, layer.n_ff(), i_thread);
+    project(run, layer.up, i_expert, row0, row1, x, m, up, n, i_thread);
     for (int64_t j = 0; j < m; j++) {
-        float * h = run.scratch.h + (begin + j) * layer.n_ff() + row0;
-        run.options.kernels->activate(layer.activation, gate + j * n, up + j * n, n, h);
+        float * row = h + j * layer.n_ff();
+        run.options.kernels->activate(layer.activation, row, up + j * n, n, row);
     }
     run.work.up_done[size_t(i_active)].fetch_add(1, std::memory_order_release);
 }
@@ -132,14 +138,14 @@ void down_tile(Run & run, int64_t tile, int i_thread) {
     const int64_t row0 = tile * run.plan.down_rows;
     const int64_t row1 = row0 + run.plan.down_rows < layer.n_embd() ? row0 + run.plan.down_rows : layer.n_embd();
     const int64_t n = row1 - row0;
-    float * out = run.scratch.tile(i_thread, 0);
+    float * out = run.scratch.tile(i_thread);
     for (float * y : run.work.token_y) memset(y + row0, 0, size_t(n) * sizeof(float));
     for (int64_t i = 0; i < int64_t(route.active.size()); i++) {
         if (!wait_for_expert(run, i)) return;
         const int64_t i_expert = route.active[size_t(i)];
         const int64_t begin = route.begin[size_t(i_expert)];
         const int64_t m = route.n_rows(i_expert);
-        project(run, layer.down, i_expert, row0, row1, run.work.h.data() + begin, m, out, i_thread);
+        project(run, layer.down, i_expert, row0, row1, run.work.h.data() + begin, m, out, n, i_thread);
         for (int64_t j = 0; j < m; j++) {
             const size_t pair = size_t(begin + j);
             run.options.kernels->accumulate(run.work.pair_weight[pair], out + j * n, n,
@@ -238,7 +244,7 @@ RunStatus run_token_tile(const MoeLayer & layer, int64_t token0, int64_t n_token
     }
     int64_t m_max = 0;
     for (int64_t i : route.active) m_max = route.n_rows(i) > m_max ? route.n_rows(i) : m_max;
-    const Plan plan = decide(layer, route, options.n_threads);
+    const Plan plan = decide(layer, route, m_max, options.n_threads);
     Run run{layer, plan, options, work, cut(work.scratch, layer, plan, route.pairs.size(), m_max), m_max};
     gather(layer, token0, n_tokens, run.scratch, work);
     work.tile_y.resize(size_t(m_max * plan.n_threads));
