@@ -110,7 +110,9 @@ __attribute__((noinline)) void multiply_panel(const float * panel, const float *
     const uint8_t * line = ahead.codes;
     for (int64_t i = 0; i < n; line += 64) {
         for (int64_t r = 0; r < ahead.rows; r++) __builtin_prefetch(line + size_t(r) * ahead.row_bytes, 0, 2);
-        for (const int64_t end = min_i64(i + ahead.line_columns, n); i < end; i++) {
+        const int64_t end = min_i64(i + ahead.line_columns, n);
+#pragma GCC unroll 4
+        for (; i < end; i++) {
             sums.add_column(Vec::load(panel + i * panel_width), Vec::load(panel + i * panel_width + Vec::width), x + i);
         }
     }
