@@ -1,8 +1,8 @@
 // FP8 for few token rows: the decode loop, bound by memory, written once over a few more words of the vocabulary.
 //
 // Vec: fp8_group codes are decoded at a time, into fp8_parts registers (Fp8, fp8_decode). What they are multiplied with
-// is stored per group in fp8_x_bytes bytes (fp8_store_x), in the order fp8_position(i): the place in the group of the
-// i-th activation. fp8_multiply(part, x, acc) adds the products of one part; sums are then times fp8_y_unit.
+// is stored per group in fp8_x_bytes bytes, in the decoder's order: fp8_store_x(x, scale, out) does that for the group of
+// activations x, times scale. fp8_multiply(part, x, acc) adds the products of one part; sums are then times fp8_y_unit.
 // Include after body.h.
 //
 // Columns go in chunks whose activations stay in L1, rows follow one another inside a chunk, and the next row's piece
@@ -25,21 +25,20 @@ namespace fp8 {
 constexpr int64_t group = Vec::fp8_group;
 constexpr int64_t chunk_floats = 4096;
 
-// n activations from `x` in groups, in the decoder's order. `scale` of column i0 + i is scale[(i0 + i) / block_k], or
-// 1 when it is null.
-inline void reorder(const float * x, const float * scale, int64_t block_k, int64_t i0, int64_t n, float * out) {
-    for (int64_t g = 0; g < n; g += group) {
-        for (int i = 0; i < group; i++) {
-            const int64_t at = g + Vec::fp8_position(i);
-            out[g + i] = scale ? x[at] * scale[(i0 + at) / block_k] : x[at];
-        }
+// Activations of columns [i0, i0 + n) times scale[column / block_k], or times 1 when it is null, as the loop wants them.
+// block_k is a multiple of group.
+inline void store(const float * x, const float * scale, int64_t block_k, int64_t i0, int64_t n, uint8_t * out) {
+    for (int64_t i = 0; i < n; i += group, out += Vec::fp8_x_bytes) {
+        Vec::fp8_store_x(x + i0 + i, scale ? scale[(i0 + i) / block_k] : 1.0f, out);
     }
 }
 
-// Reordered activations times one scale per group (block_k is a multiple of group), or 1, as the loop wants them.
-inline void store(const float * x, const float * scale, int64_t block_k, int64_t i0, int64_t n, uint8_t * out) {
-    for (int64_t g = 0; g < n; g += group) {
-        Vec::fp8_store_x(x + g, scale ? scale[(i0 + g) / block_k] : 1.0f, out + g / group * Vec::fp8_x_bytes);
+// The same for a block_k of any size.
+inline void store_by_column(const float * x, const float * scale, int64_t block_k, int64_t i0, int64_t n, uint8_t * out) {
+    for (int64_t i = 0; i < n; i += group, out += Vec::fp8_x_bytes) {
+        float scaled[group];
+        for (int64_t g = 0; g < group; g++) scaled[g] = x[i0 + i + g] * scale[(i0 + i + g) / block_k];
+        Vec::fp8_store_x(scaled, 1.0f, out);
     }
 }
 
@@ -50,17 +49,24 @@ inline void row_piece(const uint8_t * w, const uint8_t * next, const uint8_t * x
     constexpr int C = M <= 2 ? P : 2;  // chains per token row, to hide the latency of the multiply-add
     Vec acc[M * C];
     for (int a = 0; a < M * C; a++) acc[a] = Vec::zero();
-    for (int64_t i = 0; i < n; i += group, x += Vec::fp8_x_bytes) {
-        HYBRID_MOE_LOOP_BEGIN(M);
-        __builtin_prefetch(next + i);
-        const typename Vec::Fp8 f = Vec::fp8_decode(w + i);
+    const auto multiply_group = [&](const uint8_t * codes) {
+        const typename Vec::Fp8 f = Vec::fp8_decode(codes);
         for (int j = 0; j < M; j++) {
             for (int q = 0; q < P; q++) {
                 acc[j * C + q % C] = Vec::fp8_multiply(f.part[q], x + j * x_stride + q * (Vec::fp8_x_bytes / P), acc[j * C + q % C]);
             }
         }
+        x += Vec::fp8_x_bytes;
+    };
+    constexpr int64_t step = group < 64 ? 64 : group;  // a cache line
+    int64_t i = 0;
+    for (; i + step <= n; i += step) {
+        HYBRID_MOE_LOOP_BEGIN(M);
+        __builtin_prefetch(next + i);
+        for (int64_t g = 0; g < step; g += group) multiply_group(w + i + g);
         HYBRID_MOE_LOOP_END;
     }
+    for (; i < n; i += group) multiply_group(w + i);
     Vec row[M];
     for (int j = 0; j < M; j++) {
         row[j] = acc[j * C];
@@ -82,18 +88,15 @@ inline bool suits(const ExpertMatrix & e) { return e.block_rows >= min_block_row
 template <int M>
 void chunk_of_rows(const ExpertMatrix & e, int64_t row0, int64_t row1, int64_t i0, int64_t n, const float * const * x,
                    float * const * y) {
-    alignas(64) float ordered[chunk_floats];
     alignas(64) uint8_t stored[chunk_floats * sizeof(float)];
     const int64_t x_stride = n / group * Vec::fp8_x_bytes;
     const bool whole_groups = by_channel(e) || e.block_k % group == 0;
-    for (int j = 0; whole_groups && j < M; j++) reorder(x[j] + i0, nullptr, 1, i0, n, ordered + j * n);
     const int64_t block_rows = by_channel(e) ? e.n_rows : e.block_rows;
     for (int64_t r = row0; r < row1;) {
         const int64_t end = min_i64((r / block_rows + 1) * block_rows, row1);
         const float * scale = by_channel(e) ? nullptr : e.row_scale(r);
         for (int j = 0; j < M; j++) {
-            if (!whole_groups) reorder(x[j] + i0, scale, e.block_k, i0, n, ordered + j * n);
-            store(ordered + j * n, whole_groups ? scale : nullptr, e.block_k, i0, n, stored + j * x_stride);
+            (whole_groups ? store : store_by_column)(x[j], scale, e.block_k, i0, n, stored + j * x_stride);
         }
         for (; r < end; r++) {
             const uint8_t * w = e.row(r) + i0;
