@@ -42,38 +42,45 @@ inline void store_by_column(const float * x, const float * scale, int64_t block_
     }
 }
 
-// One weight row's piece of n columns times M token rows; x: M stored pieces, x_stride bytes apart.
-template <int M>
-inline void row_piece(const uint8_t * w, const uint8_t * next, const uint8_t * x, int64_t x_stride, int64_t n, float * out) {
+// Pieces of n columns of R weight rows times M token rows, to out[R][M]. Row r begins at w + r x row_bytes, and the same
+// piece of the row `ahead` bytes further is fetched. x: M stored pieces, x_stride bytes apart.
+template <int R, int M>
+inline void rows_piece(const uint8_t * w, size_t row_bytes, size_t ahead, const uint8_t * x, int64_t x_stride, int64_t n, float * out) {
     constexpr int P = Vec::fp8_parts;
-    constexpr int C = M <= 2 ? P : 2;  // chains per token row, to hide the latency of the multiply-add
-    Vec acc[M * C];
-    for (int a = 0; a < M * C; a++) acc[a] = Vec::zero();
-    const auto multiply_group = [&](const uint8_t * codes) {
+    constexpr int C = R * M <= 2 ? P : 2;  // chains per sum, to hide the latency of the multiply-add
+    Vec acc[R * M * C];
+    for (int a = 0; a < R * M * C; a++) acc[a] = Vec::zero();
+    const auto multiply_group = [&](int r, const uint8_t * codes, const uint8_t * x_group) {
         const typename Vec::Fp8 f = Vec::fp8_decode(codes);
         for (int j = 0; j < M; j++) {
             for (int q = 0; q < P; q++) {
-                acc[j * C + q % C] = Vec::fp8_multiply(f.part[q], x + j * x_stride + q * (Vec::fp8_x_bytes / P), acc[j * C + q % C]);
+                Vec & sum = acc[(r * M + j) * C + q % C];
+                sum = Vec::fp8_multiply(f.part[q], x_group + j * x_stride + q * (Vec::fp8_x_bytes / P), sum);
             }
         }
-        x += Vec::fp8_x_bytes;
     };
     constexpr int64_t step = group < 64 ? 64 : group;  // a cache line
     int64_t i = 0;
     for (; i + step <= n; i += step) {
         HYBRID_MOE_LOOP_BEGIN(M);
-        __builtin_prefetch(next + i);
-        for (int64_t g = 0; g < step; g += group) multiply_group(w + i + g);
+        for (int r = 0; r < R; r++) {
+            const uint8_t * line = w + size_t(r) * row_bytes + i;
+            __builtin_prefetch(line + ahead);
+            for (int64_t g = 0; g < step; g += group) multiply_group(r, line + g, x + g / group * Vec::fp8_x_bytes);
+        }
+        x += step / group * Vec::fp8_x_bytes;
         HYBRID_MOE_LOOP_END;
     }
-    for (; i < n; i += group) multiply_group(w + i);
-    Vec row[M];
-    for (int j = 0; j < M; j++) {
-        row[j] = acc[j * C];
-        for (int c = 1; c < C; c++) row[j] = Vec::add(row[j], acc[j * C + c]);
+    for (; i < n; i += group, x += Vec::fp8_x_bytes) {
+        for (int r = 0; r < R; r++) multiply_group(r, w + size_t(r) * row_bytes + i, x);
     }
-    sums<M>(row, out);
-    for (int j = 0; j < M; j++) out[j] *= Vec::fp8_y_unit;
+    Vec total[R * M];
+    for (int j = 0; j < R * M; j++) {
+        total[j] = acc[j * C];
+        for (int c = 1; c < C; c++) total[j] = Vec::add(total[j], acc[j * C + c]);
+    }
+    sums<R * M>(total, out);
+    for (int j = 0; j < R * M; j++) out[j] *= Vec::fp8_y_unit;
 }
 
 // Scales by output channel: one block of columns, one row per block. They multiply the sums instead of the activations.
@@ -83,6 +90,16 @@ inline bool by_channel(const ExpertMatrix & e) { return e.block_rows == 1 && e.n
 constexpr int64_t min_block_rows = 16;
 
 inline bool suits(const ExpertMatrix & e) { return e.block_rows >= min_block_rows || by_channel(e); }
+
+template <int R, int M>
+inline void rows_to_y(const ExpertMatrix & e, int64_t r, int64_t i0, int64_t n, const uint8_t * stored, int64_t x_stride, float * const * y) {
+    float out[R * M];
+    const size_t ahead = r + 2 * R <= e.n_rows ? R * e.row_bytes : 0;
+    rows_piece<R, M>(e.row(r) + i0, e.row_bytes, ahead, stored, x_stride, n, out);
+    for (int k = 0; k < R; k++) {
+        for (int j = 0; j < M; j++) y[j][r + k] = i0 == 0 ? out[k * M + j] : y[j][r + k] + out[k * M + j];
+    }
+}
 
 // Columns [i0, i0 + n) of rows [row0, row1): adds to y, or sets it for the first columns.
 template <int M>
@@ -98,12 +115,9 @@ void chunk_of_rows(const ExpertMatrix & e, int64_t row0, int64_t row1, int64_t i
         for (int j = 0; j < M; j++) {
             (whole_groups ? store : store_by_column)(x[j], scale, e.block_k, i0, n, stored + j * x_stride);
         }
-        for (; r < end; r++) {
-            const uint8_t * w = e.row(r) + i0;
-            float out[M];
-            row_piece<M>(w, r + 1 < e.n_rows ? w + e.row_bytes : w, stored, x_stride, n, out);
-            for (int j = 0; j < M; j++) y[j][r] = i0 == 0 ? out[j] : y[j][r] + out[j];
-        }
+        constexpr int R = M == 1 ? 2 : 1;  // two streams of weights where they are the limit
+        for (; r + R <= end; r += R) rows_to_y<R, M>(e, r, i0, n, stored, x_stride, y);
+        for (; r < end; r++) rows_to_y<1, M>(e, r, i0, n, stored, x_stride, y);
     }
 }
 
