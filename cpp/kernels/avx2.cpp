@@ -83,6 +83,7 @@ struct Vec {
     // floats. 14 instructions per 32 weights with the products; what lost: bytes to dwords by sign extension (20),
     // nibble tables (16).
     static constexpr int   fp8_group   = 32;
+    static constexpr int   fp8_rows    = 2;  // 10 % faster than one, measured on Zen 3
     static constexpr int   fp8_parts   = 4;
     static constexpr int   fp8_x_bytes = 128;
     static constexpr float fp8_y_unit  = 0x1p60f;  // the other half of 2^120 is in the activations: neither overflows

@@ -3,7 +3,7 @@
 // Vec: fp8_group codes are decoded at a time, into fp8_parts registers (Fp8, fp8_decode). What they are multiplied with
 // is stored per group in fp8_x_bytes bytes, in the decoder's order: fp8_store_x(x, scale, out) does that for the group of
 // activations x, times scale. fp8_multiply(part, x, acc) adds the products of one part; sums are then times fp8_y_unit.
-// Include after body.h.
+// fp8_rows: weight rows at once for one token row, as many streams from memory. Include after body.h.
 //
 // Columns go in chunks whose activations stay in L1, rows follow one another inside a chunk, and the next row's piece
 // is prefetched while this one is multiplied. Activations carry their block's scale, so that the loop over a row is
@@ -115,7 +115,7 @@ void chunk_of_rows(const ExpertMatrix & e, int64_t row0, int64_t row1, int64_t i
         for (int j = 0; j < M; j++) {
             (whole_groups ? store : store_by_column)(x[j], scale, e.block_k, i0, n, stored + j * x_stride);
         }
-        constexpr int R = M == 1 ? 2 : 1;  // two streams of weights where they are the limit
+        constexpr int R = M == 1 ? Vec::fp8_rows : 1;  // with more token rows, memory is not the limit
         for (; r + R <= end; r += R) rows_to_y<R, M>(e, r, i0, n, stored, x_stride, y);
         for (; r < end; r++) rows_to_y<1, M>(e, r, i0, n, stored, x_stride, y);
     }

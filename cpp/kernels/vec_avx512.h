@@ -7,6 +7,7 @@ namespace {
 struct Vec512 {
     static constexpr int   width    = 16;
     static constexpr float fp8_unit = 0x1p120f;  // from_fp8: as in avx2.cpp
+    static constexpr int   fp8_rows    = 1;   // of static estimates, the best
     static constexpr int   gemm_tokens = 12;  // 24 accumulators of 32
     __m512 v;
 
