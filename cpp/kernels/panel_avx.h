@@ -30,164 +30,132 @@ inline void turn_floats(const float * in, int64_t rows, int64_t n, float * out) 
     }
 }
 
-inline __m256i load_32_bytes(const uint8_t * p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)); }
-
-// Interleaving row i with row i + n/2 over and over turns the block; each step halves the columns in a register.
-template <class F> inline void turn_columns(const __m256i (&g)[2], int column, const F & f) {
-    f(column, _mm256_unpacklo_epi8(g[0], g[1]));
-    f(column + 1, _mm256_unpackhi_epi8(g[0], g[1]));
+// 16 bytes of row a in the lower half, of row b in the upper.
+inline __m256i load_pair(const uint8_t * a, const uint8_t * b) {
+    const __m128i lower = _mm_loadu_si128(reinterpret_cast<const __m128i *>(a));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(lower), _mm_loadu_si128(reinterpret_cast<const __m128i *>(b)), 1);
 }
 
-template <class F> inline void turn_columns(const __m256i (&g)[4], int column, const F & f) {
-    turn_columns({_mm256_unpacklo_epi8(g[0], g[2]), _mm256_unpacklo_epi8(g[1], g[3])}, column, f);
-    turn_columns({_mm256_unpackhi_epi8(g[0], g[2]), _mm256_unpackhi_epi8(g[1], g[3])}, column + 2, f);
+// Turns 4x4 dwords inside each half: calls f(i, dword i of d[0] to d[3]) for i in [0, 4).
+template <class F> inline void turn_dwords(const __m256i (&d)[4], const F & f) {
+    const __m256i a = _mm256_unpacklo_epi32(d[0], d[1]), b = _mm256_unpacklo_epi32(d[2], d[3]);
+    f(0, _mm256_unpacklo_epi64(a, b));
+    f(1, _mm256_unpackhi_epi64(a, b));
+    const __m256i c = _mm256_unpackhi_epi32(d[0], d[1]), e = _mm256_unpackhi_epi32(d[2], d[3]);
+    f(2, _mm256_unpacklo_epi64(c, e));
+    f(3, _mm256_unpackhi_epi64(c, e));
 }
 
-// 16 rows of 32 bytes: calls f(c, codes of column c in rows 0 to 15, then those of column c + 16) for c in [0, 16).
-template <class F> inline void turn_16x32_bytes(const uint8_t * const * rows, const F & f) {
-    for (int half = 0; half < 2; half++) {
-        __m256i a[8];
-        for (int i = 0; i < 8; i++) {
-            const __m256i x = load_32_bytes(rows[i]), y = load_32_bytes(rows[i + 8]);
-            a[i] = half ? _mm256_unpackhi_epi8(x, y) : _mm256_unpacklo_epi8(x, y);
-        }
-        __m256i low[4], high[4];
-        for (int i = 0; i < 4; i++) {
-            low[i]  = _mm256_unpacklo_epi8(a[i], a[i + 4]);
-            high[i] = _mm256_unpackhi_epi8(a[i], a[i + 4]);
-        }
-        turn_columns(low, 8 * half, f);
-        turn_columns(high, 8 * half + 4, f);
+// 16 bytes of 16 rows, from `offset` on: calls f(column, v) for each even column. Dword i of v holds, of that column and of
+// the next, rows i and i + 8 of [0, 16): four bytes, each of which becomes a vector of eight rows of one column.
+template <class F> inline void turn_bytes(const uint8_t * const * rows, int64_t offset, const F & f) {
+    __m256i low[4], high[4];
+    for (int i = 0; i < 4; i++) {
+        const __m256i first = load_pair(rows[i] + offset, rows[i + 4] + offset);
+        const __m256i second = load_pair(rows[i + 8] + offset, rows[i + 12] + offset);
+        low[i]  = _mm256_unpacklo_epi8(first, second);
+        high[i] = _mm256_unpackhi_epi8(first, second);
     }
+    turn_dwords(low, [&](int i, __m256i v) { f(2 * i, v); });
+    turn_dwords(high, [&](int i, __m256i v) { f(8 + 2 * i, v); });
 }
 
-// 8 rows of 16 halves: calls f(c, halves of column c in rows 0 to 7, then those of column c + 8) for c in [0, 8).
-template <class F> inline void turn_8x16_halves(const uint8_t * const * rows, const F & f) {
-    for (int half = 0; half < 2; half++) {
-        __m256i a[4];
-        for (int i = 0; i < 4; i++) {
-            const __m256i x = load_32_bytes(rows[i]), y = load_32_bytes(rows[i + 4]);
-            a[i] = half ? _mm256_unpackhi_epi16(x, y) : _mm256_unpacklo_epi16(x, y);
-        }
-        for (int quarter = 0; quarter < 2; quarter++) {
-            __m256i b[2];
-            for (int i = 0; i < 2; i++) {
-                b[i] = quarter ? _mm256_unpackhi_epi16(a[i], a[i + 2]) : _mm256_unpacklo_epi16(a[i], a[i + 2]);
-            }
-            f(4 * half + 2 * quarter, _mm256_unpacklo_epi16(b[0], b[1]));
-            f(4 * half + 2 * quarter + 1, _mm256_unpackhi_epi16(b[0], b[1]));
-        }
+// 16 columns of 16 rows of one-byte codes, times scale [16]. panel: its first column, `width` floats per column.
+template <WeightType T> struct TurnBytes {
+    static constexpr int64_t columns = 16;
+
+    static void block(const uint8_t * const * rows, int64_t offset, const float * scale, float * panel, int64_t width) {
+        const __m256 s0 = _mm256_loadu_ps(scale), s1 = _mm256_loadu_ps(scale + 8);
+        turn_bytes(rows, offset, [&](int column, __m256i v) {
+            float * to = panel + column * width;
+            __m256 a0, a8, b0, b8;  // rows 0 and 8 of this column and of the next
+            decode(v, a0, a8, b0, b8);
+            _mm256_storeu_ps(to, _mm256_mul_ps(s0, a0));
+            _mm256_storeu_ps(to + 8, _mm256_mul_ps(s1, a8));
+            _mm256_storeu_ps(to + width, _mm256_mul_ps(s0, b0));
+            _mm256_storeu_ps(to + width + 8, _mm256_mul_ps(s1, b8));
+        });
     }
-}
 
-// E4M3 rows in this order make the 16-bit lanes of a turned column (see avx2.cpp) fall into four parts of 4 rows x 2 columns,
-// in the order of the rows, as value x 2^-120.
-constexpr int fp8_row(int i) { return i / 4 + (i % 4 == 1 ? 0 : i % 4 == 3 ? 4 : i % 4 == 0 ? 8 : 12); }
-
-// 32 columns of 16 rows: codes times 2^-120 times scale [16].
-inline void fp8_panel(const uint8_t * const * rows, const float * scale, float * panel, int64_t stride) {
-    const uint8_t * ordered[16];
-    for (int i = 0; i < 16; i++) ordered[i] = rows[fp8_row(i)];
-    const __m256i keep = _mm256_set1_epi16(short(0x87F0));
-    const __m256i top  = _mm256_set1_epi32(int(0xFFFF0000u));
-    __m256 s[4];
-    for (int i = 0; i < 4; i++) s[i] = _mm256_broadcast_ps(reinterpret_cast<const __m128 *>(scale + 4 * i));
-    turn_16x32_bytes(ordered, [&](int column, __m256i v) {
-        const __m256i odd  = _mm256_and_si256(_mm256_srai_epi16(v, 4), keep);
-        const __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 4), keep);
-        const __m256 a = _mm256_mul_ps(s[0], _mm256_castsi256_ps(_mm256_slli_epi32(odd, 16)));
-        const __m256 b = _mm256_mul_ps(s[1], _mm256_castsi256_ps(_mm256_and_si256(odd, top)));
-        const __m256 c = _mm256_mul_ps(s[2], _mm256_castsi256_ps(_mm256_slli_epi32(even, 16)));
-        const __m256 d = _mm256_mul_ps(s[3], _mm256_castsi256_ps(_mm256_and_si256(even, top)));
-        float * first  = panel + column * stride;
-        float * second = first + 16 * stride;
-        _mm256_storeu_ps(first, _mm256_permute2f128_ps(a, b, 0x20));
-        _mm256_storeu_ps(first + 8, _mm256_permute2f128_ps(c, d, 0x20));
-        _mm256_storeu_ps(second, _mm256_permute2f128_ps(a, b, 0x31));
-        _mm256_storeu_ps(second + 8, _mm256_permute2f128_ps(c, d, 0x31));
-    });
-}
-
-// 32 columns of 16 rows of int8 times scale [16].
-inline void i8_panel(const uint8_t * const * rows, const float * scale, float * panel, int64_t stride) {
-    const __m256 s0 = _mm256_loadu_ps(scale), s1 = _mm256_loadu_ps(scale + 8);
-    turn_16x32_bytes(rows, [&](int column, __m256i v) {
-        const __m128i halves[2] = {_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)};
-        for (int i = 0; i < 2; i++) {
-            float * to = panel + (column + 16 * i) * stride;
-            const __m256i a = _mm256_cvtepi8_epi32(halves[i]);
-            const __m256i b = _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(halves[i], halves[i]));
-            _mm256_storeu_ps(to, _mm256_mul_ps(s0, _mm256_cvtepi32_ps(a)));
-            _mm256_storeu_ps(to + 8, _mm256_mul_ps(s1, _mm256_cvtepi32_ps(b)));
-        }
-    });
-}
-
-// 16 columns of 8 rows.
-inline void bf16_panel(const uint8_t * const * rows, float * panel, int64_t stride) {
-    turn_8x16_halves(rows, [&](int column, __m256i v) {
-        const __m256i zero = _mm256_setzero_si256();
-        const __m256 a = _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, v));
-        const __m256 b = _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, v));
-        _mm256_storeu_ps(panel + column * stride, _mm256_permute2f128_ps(a, b, 0x20));
-        _mm256_storeu_ps(panel + (column + 8) * stride, _mm256_permute2f128_ps(a, b, 0x31));
-    });
-}
-
-inline void f16_panel(const uint8_t * const * rows, float * panel, int64_t stride) {
-    turn_8x16_halves(rows, [&](int column, __m256i v) {
-        _mm256_storeu_ps(panel + column * stride, _mm256_cvtph_ps(_mm256_castsi256_si128(v)));
-        _mm256_storeu_ps(panel + (column + 8) * stride, _mm256_cvtph_ps(_mm256_extracti128_si256(v, 1)));
-    });
-}
-
-// What the types that are turned as codes have in common: how 32 columns of 16 rows become floats.
-template <WeightType T> struct Turn { static constexpr bool known = false; };
-
-// `rows` point at the first of the columns; `scale` is that of each row.
-template <> struct Turn<WeightType::fp8_e4m3> {
-    static constexpr bool known = true;
-    static void block(const uint8_t * const * rows, const float * scale, float * to, int64_t stride) { fp8_panel(rows, scale, to, stride); }
-};
-
-template <> struct Turn<WeightType::q8_0> {
-    static constexpr bool known = true;
-    static void block(const uint8_t * const * rows, const float * scale, float * to, int64_t stride) { i8_panel(rows, scale, to, stride); }
-};
-
-template <void (*Eight)(const uint8_t * const * rows, float * panel, int64_t stride)> struct TurnHalves {
-    static constexpr bool known = true;
-    static void block(const uint8_t * const * rows, const float *, float * to, int64_t stride) {
-        for (int part = 0; part < 4; part++) {
-            const uint8_t * eight[8];
-            for (int r = 0; r < 8; r++) eight[r] = rows[part % 2 * 8 + r] + part / 2 * 32;
-            Eight(eight, to + part / 2 * 16 * stride + part % 2 * 8, stride);
+    static void decode(__m256i v, __m256 & a0, __m256 & a8, __m256 & b0, __m256 & b8) {
+        if constexpr (T == WeightType::fp8_e4m3) {  // by 16-bit lanes, x 2^-120: see avx2.cpp
+            const __m256i keep = _mm256_set1_epi16(short(0x87F0));
+            const __m256i top  = _mm256_set1_epi32(int(0xFFFF0000u));
+            const __m256i odd  = _mm256_and_si256(_mm256_srai_epi16(v, 4), keep);
+            const __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 4), keep);
+            a0 = _mm256_castsi256_ps(_mm256_slli_epi32(even, 16));
+            a8 = _mm256_castsi256_ps(_mm256_slli_epi32(odd, 16));
+            b0 = _mm256_castsi256_ps(_mm256_and_si256(even, top));
+            b8 = _mm256_castsi256_ps(_mm256_and_si256(odd, top));
+        } else {
+            static_assert(T == WeightType::q8_0, "");
+            a0 = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 24), 24));
+            a8 = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 16), 24));
+            b0 = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 8), 24));
+            b8 = _mm256_cvtepi32_ps(_mm256_srai_epi32(v, 24));
         }
     }
 };
 
-template <> struct Turn<WeightType::bf16> : TurnHalves<bf16_panel> {};
-template <> struct Turn<WeightType::f16> : TurnHalves<f16_panel> {};
+// 8 columns of 16 rows of halves.
+template <WeightType T> struct TurnHalves {
+    static constexpr int64_t columns = 8;
 
-// See body_gemm.h. n_rows is the panel's width. A scale block, or a group, is whole multiples of 32 columns.
+    static void block(const uint8_t * const * rows, int64_t offset, const float *, float * panel, int64_t width) {
+        for (int r0 = 0; r0 < 16; r0 += 8) {
+            __m256i d[4];
+            for (int i = 0; i < 4; i++) d[i] = load_pair(rows[r0 + i] + offset, rows[r0 + i + 4] + offset);
+            turn_dwords(d, [&](int i, __m256i v) {  // a column in the lower halves of the dwords, the next in the upper
+                __m256 a, b;
+                decode(v, a, b);
+                _mm256_storeu_ps(panel + 2 * i * width + r0, a);
+                _mm256_storeu_ps(panel + (2 * i + 1) * width + r0, b);
+            });
+        }
+    }
+
+    static void decode(__m256i v, __m256 & a, __m256 & b) {
+        if constexpr (T == WeightType::bf16) {
+            a = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
+            b = _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(int(0xFFFF0000u))));
+        } else {
+            static_assert(T == WeightType::f16, "");
+            const __m256i lower = _mm256_and_si256(v, _mm256_set1_epi32(0xFFFF));
+            const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(lower, _mm256_srli_epi32(v, 16)), 0xD8);
+            a = _mm256_cvtph_ps(_mm256_castsi256_si128(both));
+            b = _mm256_cvtph_ps(_mm256_extracti128_si256(both, 1));
+        }
+    }
+};
+
+// Which types are turned as codes, and how.
+template <WeightType T> struct Turn { static constexpr int64_t columns = 0; };
+template <> struct Turn<WeightType::fp8_e4m3> : TurnBytes<WeightType::fp8_e4m3> {};
+template <> struct Turn<WeightType::q8_0> : TurnBytes<WeightType::q8_0> {};
+template <> struct Turn<WeightType::bf16> : TurnHalves<WeightType::bf16> {};
+template <> struct Turn<WeightType::f16> : TurnHalves<WeightType::f16> {};
+
+// See body_gemm.h. n_rows is the panel's width. Scales must not change, nor groups end, inside the columns turned at once.
 template <WeightType T>
 inline bool turn_codes(const ExpertMatrix & e, int64_t row0, int64_t n_rows, int64_t i0, int64_t n, float * panel) {
-    if constexpr (Turn<T>::known) {
-        const int64_t len = Codes<T>::block_len(e);
-        if (n % 32 || (len < e.k && len % 32)) return false;
+    if constexpr (Turn<T>::columns > 0) {
+        using C = Codes<T>;
+        const int64_t len = C::block_len(e);
+        if (n % Turn<T>::columns || (len < e.k && len % Turn<T>::columns)) return false;
         for (int64_t r0 = 0; r0 < n_rows; r0 += 16, panel += 16) {
             Row row[16];
             for (int64_t r = 0; r < 16; r++) row[r] = row_of(e, row0 + r0 + r);
-            float scale[16];
-            int64_t next_block = i0;  // where the scales change
-            for (int64_t i = i0; i < i0 + n; i += 32) {
-                if (Codes<T>::scaled && i >= next_block) {
-                    for (int r = 0; r < 16; r++) scale[r] = Codes<T>::scale(row[r], i / len);
-                    next_block = (i / len + 1) * len;
-                }
+            for (int64_t i = i0; i < i0 + n;) {
+                const int64_t end = C::scaled ? min_i64((i / len + 1) * len, i0 + n) : i0 + n;
                 const uint8_t * codes[16];
-                for (int r = 0; r < 16; r++) codes[r] = Codes<T>::at(row[r], i);
-                Turn<T>::block(codes, scale, panel + (i - i0) * n_rows, n_rows);
+                float scale[16];
+                for (int r = 0; r < 16; r++) {
+                    codes[r] = C::at(row[r], i);
+                    scale[r] = C::scaled ? C::scale(row[r], i / len) : 1.0f;
+                }
+                for (int64_t offset = 0; i < end; i += Turn<T>::columns, offset += Turn<T>::columns * int64_t(C::bytes)) {
+                    Turn<T>::block(codes, offset, scale, panel + (i - i0) * n_rows, n_rows);
+                }
             }
         }
         return true;
