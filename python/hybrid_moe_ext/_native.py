@@ -79,7 +79,7 @@ class MatrixC(ctypes.Structure):
 
 # hybrid_moe::WeightType and hybrid_moe::ScaleType
 WEIGHT_TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "FP8": 4}
-SCALE_TYPES = {"F32": 0, "BF16": 1}
+SCALE_TYPES = {"F32": 0, "BF16": 1, "F8_E8M0": 2}
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "hybrid_moe_error": (ctypes.c_char_p, []),

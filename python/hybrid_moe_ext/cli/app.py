@@ -241,8 +241,8 @@ def info_lines(model: ModelInfo) -> list[str]:
         if model.n_expert
         else "experts:      none, this is not a Mixture-of-Experts model",
     ]
-    if model.fp8_block:
-        lines.append(f"FP8 blocks:   {model.fp8_block[0]} x {model.fp8_block[1]} weights share a scale")
+    if model.fp8_scales:
+        lines.append(f"FP8 scales:   {model.fp8_scales}")
     lines.append(f"size:         {size(model.n_bytes)}")
     for name in PARTS:
         if name in model.parts:
