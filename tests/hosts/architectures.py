@@ -51,11 +51,12 @@ def main(paths: list[str]) -> None:
     assert counters().n_matmuls == 0
     register()
     for path, reference in zip(paths, stock, strict=True):
-        before = counters().n_matmuls
+        before = counters()
         ours = logits(path)
+        after = counters()
         n_wrong = int((~np.isfinite(reference) | ~np.isfinite(ours)).sum())
         nmse = float(((ours - reference) ** 2).sum() / (reference**2).sum())
-        told = {"path": path, "nmse": nmse, "n_wrong": n_wrong, "matmuls": counters().n_matmuls - before, "n_passes": N_PASSES}
+        told = {"path": path, "nmse": nmse, "n_wrong": n_wrong, "matmuls": after.n_matmuls - before.n_matmuls, "layers": after.n_layers - before.n_layers, "n_passes": N_PASSES}
         print(json.dumps(told), flush=True)
 
 
