@@ -26,8 +26,11 @@ OURS = "HybridMoE"
 HOST = "host"
 BOTH = "HybridMoE and host"
 
-# Types that supports_op takes experts of (cpp/plugin/describe.cpp), by the name GGUF or safetensors has for them.
-ACCEPTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "F8_E4M3")
+# Types that supports_op takes experts of on CPUs with AVX2 (worth_taking in cpp/kernels/select.cpp), by the name GGUF or
+# safetensors has for them.
+ACCEPTED_TYPES = (
+    "F32", "F16", "BF16", "Q8_0", "F8_E4M3", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4", "NVFP4",
+)  # fmt: skip
 PARTS = ("experts", "attention", "ffn", "embeddings", "other")
 
 _EXPERT_WEIGHT = re.compile(r"\.ffn_(up|down|gate|gate_up)_exps\.weight$")

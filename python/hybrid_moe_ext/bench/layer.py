@@ -5,6 +5,7 @@ Rounds go through all engines in turn, so that a machine whose speed drifts slow
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,11 +19,14 @@ from numpy.typing import NDArray
 
 from ..checkpoint import ExpertTensor, TensorRef
 from ..errors import OptionError, PluginError
-from .graph import LayerGraph, Shape
+from .graph import LayerGraph, Shape, Unsupported
 from .limits import Limits
 
-OURS = ("FP8", "BF16", "F16", "F32", "Q8_0")
-STOCK = ("BF16", "F16", "Q8_0", "Q4_K", "MXFP4")
+QUANTISED = ("Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4", "NVFP4")
+OURS = ("FP8", "BF16", "F16", "F32", *QUANTISED)
+STOCK = ("BF16", "F16", *QUANTISED)
+# Where the F16 numbers of a block lie that scale all of it (gguf has no quantiser for these types: codes are random).
+SCALES_AT = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,)}
 SHAPES = {
     "deepseek": Shape(7168, 2048, 32, 8),
     "qwen3-30b": Shape(2048, 768, 128, 8),
@@ -32,7 +36,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Result:
-    engine: str  # "hybrid-moe", "ggml", "torch"
+    engine: str  # "hybrid-moe", "ggml", "ggml repacked"
     kind: str
     n_tokens: int
     ms: float  # median
@@ -44,23 +48,19 @@ class Result:
 
 def _codes(kind: str, rows: int, k: int, n_expert: int, rng: np.random.Generator) -> NDArray[np.uint8]:
     """Random valid weight bytes: [n_expert, rows, row bytes]. Blocks are repeated: their values do not matter for time."""
-    quant = {
-        "BF16": gguf.GGMLQuantizationType.BF16,
-        "F16": gguf.GGMLQuantizationType.F16,
-        "F32": gguf.GGMLQuantizationType.F32,
-    }
-    if kind in quant or kind in ("Q8_0", "Q4_K", "MXFP4"):
-        qtype = quant.get(kind) or gguf.GGMLQuantizationType[kind]
+    if kind != "FP8":
+        qtype = gguf.GGMLQuantizationType[kind]
         n_block, n_bytes = gguf.GGML_QUANT_SIZES[qtype]
-        if kind in ("Q4_K",):  # gguf has no quantiser for it: random nibbles under a fixed scale
+        if kind in SCALES_AT:
             block = rng.integers(0, 256, (64, n_bytes), np.uint8)
-            block[:, 0:4] = np.frombuffer(np.array([1e-3, 1e-4], np.float16).tobytes(), np.uint8)
-        elif kind == "MXFP4":
+            for at, scale in zip(SCALES_AT[kind], (1e-3, 1e-4), strict=False):
+                block[:, at : at + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+        elif kind in ("MXFP4", "NVFP4"):
             block = rng.integers(0, 256, (64, n_bytes), np.uint8)
-            block[:, 0] = 120
+            block[:, : 1 if kind == "MXFP4" else 4] = 120 if kind == "MXFP4" else 0x10
         else:
-            block = gguf.quants.quantize((rng.standard_normal((64, n_block)) * 0.02).astype(np.float32), qtype)
-            block = block.view(np.uint8).reshape(64, -1)
+            values = (rng.standard_normal((4096 // n_block * 64, n_block)) * 0.02).astype(np.float32)
+            block = gguf.quants.quantize(values, qtype).view(np.uint8).reshape(len(values), -1)
         n = rows * k // n_block
         one = np.resize(block, (n, block.shape[1])).reshape(rows, -1)
     else:
@@ -140,6 +140,8 @@ def _bench_type(
             graphs["hybrid-moe"] = LayerGraph("HybridMoE", shape, kind, experts, n_tokens, n_threads)
         if kind in STOCK:
             graphs["ggml"] = LayerGraph("CPU", shape, kind, experts, n_tokens, n_threads)
+            with contextlib.suppress(Unsupported):
+                graphs["ggml repacked"] = LayerGraph("CPU", shape, kind, experts, n_tokens, n_threads, repacked=True)
         x, ids, weights = _inputs(shape, n_tokens, rng)
         for graph in graphs.values():
             graph.set(x, ids, weights)

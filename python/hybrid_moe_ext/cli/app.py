@@ -146,7 +146,7 @@ def layer(
     options: dict[str, str | None],
     shape: Annotated[str, typer.Option(help="deepseek, qwen3-30b or gpt-oss: a layer of that model.")] = "qwen3-30b",
     types: Annotated[
-        str, typer.Option(help="Weight types: FP8, BF16, F16, F32, Q8_0; Q4_K, MXFP4 (stock only).")
+        str, typer.Option(help="Weight types: FP8, BF16, F16, F32, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, IQ4_XS, MXFP4, NVFP4.")
     ] = "FP8,BF16,Q8_0",
     rows: Annotated[str, typer.Option(help="Numbers of token rows.")] = "1,4,16,128,512",
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs per engine; the median is shown.")] = 5,
