@@ -26,8 +26,8 @@ OURS = ("FP8", "BF16", "F16", "F32", *QUANTISED)
 STOCK = ("BF16", "F16", *QUANTISED)
 # Where the F16 numbers of a block lie that scale all of it (gguf has no quantiser for these types: codes are random).
 SCALES_AT = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,)}
-# Random blocks that a matrix repeats: a prime, so that no two rows are alike. Alike, they would make h constant, and the sums over
-# it cancel to where rounding is all that is left.
+# Random blocks that a matrix repeats: a prime, so that no two rows are alike. Alike, they would make h constant, and the sums
+# over it cancel to where rounding is all that is left.
 N_BLOCKS = 4099
 # How far an engine's layer may be from float64, as NMSE: activations are rounded to what the type is multiplied in, twice in a
 # layer. Measured on 2 and 32 rows of the three shapes: F32 and exact kernels 7e-13, F16 2e-7, BF16 1e-5, torch 5e-5, int8 sums

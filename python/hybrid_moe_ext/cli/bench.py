@@ -16,7 +16,7 @@ from ..errors import OptionError
 from ..options import Options
 from .terminal import note, write
 
-COLUMNS = ("type", "rows", "engine", "ms", "GB/s", "of read", "GFLOP/s", "of peak", "vs ggml", "vs torch")
+COLUMNS = ("type", "rows", "engine", "ms", "GB/s", "read", "GFLOP/s", "peak", "vs ggml", "vs torch")
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,11 @@ def _numbers(text: str) -> list[int]:
 
 
 def _table(shape: str, results: list[Result]) -> rich.table.Table:
-    """A row per engine; ours has its speed-up over stock ggml's better layout and over torch."""
-    table = rich.table.Table(*COLUMNS, box=rich.box.SIMPLE, title=shape)
+    """A row per engine, with its shares of this machine's read bandwidth and multiply-add peak; ours has its speed-up over
+    stock ggml's better layout and over torch."""
+    table = rich.table.Table(box=rich.box.SIMPLE, title=shape, padding=0)
+    for name in COLUMNS:  # 80 columns hold them, also in a pipe
+        table.add_column(name, no_wrap=True, min_width={"engine": 13, "ms": 7, "type": 6}.get(name, 5))
     for r in results:
         shares = (f"{r.gbps:.1f}", f"{r.read_share:.0%}", f"{r.gflops:.0f}", f"{r.fma_share:.0%}")
         ratios = [_ratio(r, results, peer) if r.engine == "hybrid-moe" else "" for peer in ("ggml", "torch")]
