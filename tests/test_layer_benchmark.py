@@ -68,7 +68,8 @@ def test_wrong_results_are_not_timed(monkeypatch, bench):
 
 
 @pytest.mark.parametrize(
-    "shape, kinds, message", [("huge", ["FP8"], "deepseek"), ("small", ["FP9"], "FP8"), ("odd", ["Q4_K"], "blocks of 256")]
+    "shape, kinds, message",
+    [("huge", ["FP8"], "deepseek"), ("small", ["FP9"], "FP8"), ("odd", ["Q4_K"], "blocks of 256")],
 )
 def test_unknown_shapes_and_types(shape, kinds, message):
     with pytest.raises(OptionError, match=message):

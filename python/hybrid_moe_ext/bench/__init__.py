@@ -5,6 +5,7 @@ limits.py measures what this machine can do at most."""
 from .kernels import bench_kernels
 from .layer import bench_layer
 from .limits import Limits, measure_limits
+from .model import ModelResult, bench_model
 from .timing import Result
 
-__all__ = ["Limits", "Result", "bench_kernels", "bench_layer", "measure_limits"]
+__all__ = ["Limits", "ModelResult", "Result", "bench_kernels", "bench_layer", "bench_model", "measure_limits"]

@@ -40,7 +40,7 @@ SHAPES = {
 }
 
 
-def _codes(kind: str, rows: int, k: int, n_expert: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+def random_codes(kind: str, rows: int, k: int, n_expert: int, rng: np.random.Generator) -> NDArray[np.uint8]:
     """Random valid weight bytes: [n_expert, rows, row bytes]. Blocks are repeated: their values do not matter for time."""
     if kind != "FP8":
         qtype = gguf.GGMLQuantizationType[kind]
@@ -82,7 +82,7 @@ def _write_fp8(folder: Path, name: str, codes: NDArray[np.uint8], rng: np.random
 def random_experts(
     kind: str, name: str, rows: int, k: int, n_expert: int, folder: Path, rng: np.random.Generator
 ) -> Experts:
-    codes = _codes(kind, rows, k, n_expert, rng)
+    codes = random_codes(kind, rows, k, n_expert, rng)
     return Experts(kind, codes, _write_fp8(folder, name, codes, rng) if kind == "FP8" else None)
 
 

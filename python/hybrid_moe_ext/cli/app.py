@@ -187,6 +187,24 @@ def kernels(
     )
 
 
+@bench.command("model")
+@with_options
+def bench_model(
+    options: dict[str, str | None],
+    types: BenchTypes = "Q8_0,FP8",
+    folder: Annotated[
+        Path | None, typer.Option(help="Keep the generated models here (2.6 GB in Q8_0) and use them again.")
+    ] = None,
+    rounds: Rounds = 5,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """A model of Qwen3-30B-A3B's shape with 4 layers: a prompt of 512 tokens, and 64 single ones, with and without us."""
+    set_log(False)
+    request = run_bench.Request("", types, "", rounds, threads or default_threads(), as_json, Options.resolve(None, **options))
+    run_bench.model(request, folder)
+
+
 @app.command()
 def info(model: Model, as_json: Json = False) -> None:
     """Architecture, layers, experts, types and sizes per part, and what would run where. Reads headers only."""

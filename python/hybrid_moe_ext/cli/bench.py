@@ -1,17 +1,18 @@
-"""`hybrid-moe bench layer` and `kernels`: the table around hybrid_moe_ext.bench."""
+"""`hybrid-moe bench`: the tables around hybrid_moe_ext.bench."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import rich.box
 import rich.console
 import rich.table
 
 from .. import _native
-from ..bench import Limits, Result, bench_kernels, bench_layer, measure_limits
+from ..bench import Limits, Result, bench_kernels, bench_layer, bench_model, measure_limits
 from ..errors import OptionError
 from ..options import Options
 from .terminal import note, write
@@ -21,7 +22,7 @@ COLUMNS = ("type", "rows", "engine", "ms", "GB/s", "read", "GFLOP/s", "peak", "v
 
 @dataclass(frozen=True)
 class Request:
-    """What both benchmarks are asked for, as given on the command line."""
+    """What a benchmark is asked for, as given on the command line."""
 
     shapes: str
     kinds: str
@@ -39,6 +40,22 @@ def layer(r: Request) -> None:
 def kernels(r: Request) -> None:
     shapes = [name.strip() for name in r.shapes.split(",") if name.strip()]
     _run(r, lambda limits: bench_kernels(shapes, _names(r.kinds), _numbers(r.rows), r.n_threads, limits, r.rounds))
+
+
+def model(r: Request, folder: Path | None) -> None:
+    """`shapes` and `rows` are not asked for: there is one model."""
+    note(f"Qwen3-30B-A3B's shape, 4 of its 48 layers; {r.n_threads} threads, medians of {r.rounds}")
+    results = list(bench_model(_names(r.kinds), r.n_threads, r.rounds, r.options, folder))
+    if r.as_json:
+        write(json.dumps({"n_threads": r.n_threads, "results": [asdict(x) for x in results]}) + "\n")
+        return
+    table = rich.table.Table("type", "test", "engine", "ms", "tokens/s", "vs llama.cpp", box=rich.box.SIMPLE)
+    stock = {(x.kind, x.test): x.seconds for x in results if x.engine == "llama.cpp"}
+    for x in results:
+        peer = stock.get((x.kind, x.test)) if x.engine == "hybrid-moe" else None
+        ratio = f"{peer / x.seconds:.2f}x" if peer else ""
+        table.add_row(x.kind, x.test, x.engine, f"{x.seconds * 1e3:.0f}", f"{x.tokens_per_s:.1f}", ratio)
+    rich.console.Console().print(table)
 
 
 def _run(r: Request, start: Callable[[Limits], Iterable[Result]]) -> None:
