@@ -53,7 +53,7 @@ void ExpertTable::add_tensor(const std::string & name, const ExpertTensor::Shape
         entry.scales.block_rows = block_rows;
         entry.scales.block_k    = block_k;
         for (const FileRange & r : scales) {
-            entry.scales.of_expert.push_back(at(name, r, grid * (scale_type == ScaleType::f32 ? 4 : 2)));
+            entry.scales.of_expert.push_back(at(name, r, grid * scale_bytes(scale_type)));
         }
     }
     if (!tensors_.emplace(name, std::move(entry)).second) {

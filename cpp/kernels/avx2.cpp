@@ -1,5 +1,5 @@
 // Eight floats on AVX2 + FMA + F16C. Intrinsics only, no STL: this file alone is compiled for that ISA.
-#include "kernels.h"
+#include "quants.h"
 
 #include <immintrin.h>
 
@@ -125,6 +125,9 @@ struct Vec {
     static Vec from_f16(const uint8_t * p) {
         return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)))};
     }
+
+    static constexpr auto dot_quants    = dot_quants_avx2;
+    static constexpr auto expand_quants = expand_quants_avx2;
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
 // AVX-512 F/BW/DQ/VL: FP8 by 16-bit lanes, as in avx2.cpp.
-#include "kernels.h"
+#include "quants.h"
 
 #include "vec_avx512.h"
 

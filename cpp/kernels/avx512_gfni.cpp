@@ -1,7 +1,7 @@
 // AVX-512 with VBMI and BF16 and GFNI (Sapphire Rapids and later): E4M3 to BF16 lanes, vdpbf16ps.
 // Weights are exact; activations, times their block's scale, are rounded to BF16 (to nearest even), as the instruction
 // wants them. Order: a lane adds the products of two neighbours in BF16 pairs (codes 2i and 2i + 1), lanes as in body_fp8.h.
-#include "kernels.h"
+#include "quants.h"
 
 #include "vec_avx512.h"
 

@@ -1,6 +1,6 @@
 // AVX-512 with VBMI (Ice Lake): E4M3 to BF16 by byte permutes of two-register tables, widened to float. Exact, subnormals
 // included.
-#include "kernels.h"
+#include "quants.h"
 
 #include "vec_avx512.h"
 

@@ -3,59 +3,11 @@
 //
 // Vec: `width`, zero(), set1(float), load(const float *), store(float *), fma(a, b, c) = a * b + c, add, mul, div, min,
 // max (as SSE: the second operand when one is NaN), exp, f16_bits(float) to nearest even, from_fp8 / from_i8 / from_bf16 / from_f16 (width codes at p), reduce4(a, b, c, d, float[4]) = four sums.
-// from_fp8 returns code x 2^-fp8_shift; the shift is folded into the scale.
+// from_fp8 returns code x 2^-fp8_shift; the shift is folded into the scale. dot_quants and expand_quants: see quants.h.
+
+#include "numbers.h"
 
 namespace {
-
-inline float f32_of_bf16(uint16_t h) {
-    const uint32_t bits = uint32_t(h) << 16;
-    float f;
-    __builtin_memcpy(&f, &bits, sizeof f);
-    return f;
-}
-
-// IEEE half to float, subnormals and infinities included, without F16C.
-inline float f32_of_f16(uint16_t h) {
-    const uint32_t sign = uint32_t(h & 0x8000) << 16;
-    const uint32_t exponent = (h >> 10) & 31;
-    const uint32_t mantissa = h & 1023;
-    uint32_t bits;
-    if (exponent == 31) {
-        bits = sign | 0x7F800000u | (mantissa << 13);
-    } else if (exponent != 0) {
-        bits = sign | ((exponent + 112) << 23) | (mantissa << 13);
-    } else {
-        const float magnitude = float(mantissa) * 0x1p-24f;
-        return sign ? -magnitude : magnitude;
-    }
-    float f;
-    __builtin_memcpy(&f, &bits, sizeof f);
-    return f;
-}
-
-// E4M3FN: 1 sign, 4 exponent (bias 7), 3 mantissa bits.
-inline float f32_of_fp8(uint8_t code) {
-    const int exponent = (code >> 3) & 15;
-    const int mantissa = code & 7;
-    if (exponent == 15 && mantissa == 7) return __builtin_nanf("");
-    uint32_t bits = 0;
-    if (exponent != 0) {
-        bits = uint32_t(exponent + 120) << 23 | uint32_t(mantissa) << 20;
-    } else {
-        const float magnitude = float(mantissa) * 0x1p-9f;
-        return code & 0x80 ? -magnitude : magnitude;
-    }
-    bits |= uint32_t(code & 0x80) << 24;
-    float f;
-    __builtin_memcpy(&f, &bits, sizeof f);
-    return f;
-}
-
-inline uint16_t load_u16(const uint8_t * p) {
-    uint16_t v;
-    __builtin_memcpy(&v, p, sizeof v);
-    return v;
-}
 
 // A weight row: its bytes and, for FP8, the scales of its blocks. Found once per tile: finding it divides.
 struct Row {
@@ -66,6 +18,9 @@ struct Row {
 inline Row row_of(const ExpertMatrix & e, int64_t i_row) {
     return {e.row(i_row), e.scale ? e.row_scale(i_row) : nullptr};
 }
+
+// Stands for every type whose loops live in quants_*.cpp: one instance of the loops here serves them all.
+constexpr WeightType any_quantised = WeightType::q4_0;
 
 // One weight type = how to find a block, its scale, and its codes. A block is the longest run that shares one scale.
 template <WeightType T> struct Codes;
@@ -174,45 +129,12 @@ inline void dot_tile(const ExpertMatrix & e, int64_t row0, const float * const *
     }
 }
 
-// The same for Q8_0, whose blocks of 32 are whole and short: sums of one row's block stay in one register.
-template <int R, int M>
-inline void dot_tile_q8_0(const ExpertMatrix & e, int64_t row0, const float * const * x, float * const * y) {
-    constexpr int parts = 32 / Vec::width;
-    Vec total[R * M];
-    for (int i = 0; i < R * M; i++) total[i] = Vec::zero();
-    for (int64_t i = 0; i < e.k; i += 32) {
-        for (int r = 0; r < R; r++) {
-            const uint8_t * block = e.row(row0 + r) + size_t(i / 32) * 34;
-            __builtin_prefetch(block + 1024);
-            const Vec scale = Vec::set1(Vec::f16_scale(block));
-            Vec w[parts];
-            for (int q = 0; q < parts; q++) w[q] = Vec::from_i8(block + 2 + q * Vec::width);
-            for (int j = 0; j < M; j++) {
-                Vec sum = Vec::mul(w[0], Vec::load(x[j] + i));
-                for (int q = 1; q < parts; q++) sum = Vec::fma(w[q], Vec::load(x[j] + i + q * Vec::width), sum);
-                total[r * M + j] = Vec::fma(sum, scale, total[r * M + j]);
-            }
-        }
-    }
-    float out[R * M];
-    sums<R * M>(total, out);
-    for (int r = 0; r < R; r++) {
-        for (int j = 0; j < M; j++) y[j][row0 + r] = out[r * M + j];
-    }
-}
-
-template <WeightType T, int R, int M>
-inline void dot_tile_of(const ExpertMatrix & e, int64_t row0, const float * const * x, float * const * y) {
-    if constexpr (T == WeightType::q8_0) dot_tile_q8_0<R, M>(e, row0, x, y);
-    else dot_tile<T, R, M>(e, row0, x, y);
-}
-
 template <WeightType T, int M>
 inline void dot_rows(const ExpertMatrix & e, int64_t row0, int64_t row1, const float * const * x, float * const * y) {
     constexpr int R = M == 1 ? 4 : 2;  // registers: R blocks + R totals per token row, the codes and x
     int64_t r = row0;
-    for (; r + R <= row1; r += R) dot_tile_of<T, R, M>(e, r, x, y);
-    for (; r < row1; r++) dot_tile_of<T, 1, M>(e, r, x, y);
+    for (; r + R <= row1; r += R) dot_tile<T, R, M>(e, r, x, y);
+    for (; r < row1; r++) dot_tile<T, 1, M>(e, r, x, y);
 }
 
 template <WeightType T>
@@ -241,6 +163,10 @@ void expand_typed(const ExpertMatrix & e, int64_t i_row, int64_t i0, int64_t n, 
         }
         for (; i < end; i++) out[i - i0] = C::decode1(code + size_t(i - first) * C::bytes) * scale;
     }
+}
+
+template <> inline void expand_typed<any_quantised>(const ExpertMatrix & e, int64_t i_row, int64_t i0, int64_t n, float * out) {
+    Vec::expand_quants(e, i_row, i0, n, out);
 }
 
 // Calls f on whole vectors of gate and up; the rest goes through padded copies, so that it is computed in the same way.
@@ -342,12 +268,16 @@ template <class F> inline void with_type(WeightType type, const F & f) {
         case WeightType::bf16:     f.template run<WeightType::bf16>(); break;
         case WeightType::q8_0:     f.template run<WeightType::q8_0>(); break;
         case WeightType::fp8_e4m3: f.template run<WeightType::fp8_e4m3>(); break;
+        default:                   f.template run<any_quantised>(); break;
     }
 }
 
 struct DotCall {
     const ExpertMatrix & e; int64_t row0, row1; const TokenRows & t;
-    template <WeightType T> void run() const { dot_typed<T>(e, row0, row1, t); }
+    template <WeightType T> void run() const {
+        if constexpr (is_quantised(T)) Vec::dot_quants(e, row0, row1, t);
+        else dot_typed<T>(e, row0, row1, t);
+    }
 };
 
 struct ExpandCall {

@@ -7,15 +7,18 @@
 
 namespace hybrid_moe {
 
-// How the bytes of one weight row encode its k values. Layouts are ggml's (GGUF specification); FP8 is OCP E4M3FN:
-// no infinities, codes 0x7F and 0xFF are NaN.
-enum class WeightType : int { f32 = 0, f16 = 1, bf16 = 2, q8_0 = 3, fp8_e4m3 = 4 };
+// How the bytes of one weight row encode its k values. Layouts are ggml's (GGUF specification, see quants.h); FP8 is OCP
+// E4M3FN: no infinities, codes 0x7F and 0xFF are NaN.
+enum class WeightType : int {
+    f32 = 0, f16 = 1, bf16 = 2, q8_0 = 3, fp8_e4m3 = 4,
+    q4_0 = 5, q4_k = 6, q5_k = 7, q6_k = 8, iq4_xs = 9, mxfp4 = 10, nvfp4 = 11,
+};
 
-constexpr int n_weight_types = 5;
+constexpr int n_weight_types = 12;
 
 const char * name_of(WeightType type);
 
-// Values per indivisible group of a row (Q8_0: 32, one F16 scale and 32 int8), and that group's bytes.
+// Values per indivisible group of a row (Q8_0: 32, one F16 scale and 32 int8), at most 256, and that group's bytes.
 int64_t group_len(WeightType type);
 size_t  group_bytes(WeightType type);
 
@@ -94,6 +97,10 @@ struct Kernels {
     // True when any of the n bytes is an E4M3 NaN code.
     bool (*has_fp8_nan)(const uint8_t * codes, size_t n);
 };
+
+// Whether a host should give us experts of that type on these kernels: only where stock ggml is not faster at any number of
+// rows. All kernels compute all types.
+bool worth_taking(const Kernels & kernels, WeightType type);
 
 // From how many token rows per expert on `gemm` is used. Re-measure with `hybrid-moe bench kernels`.
 constexpr int64_t gemm_min_rows = 5;

@@ -1,5 +1,5 @@
 // The reference: one float at a time, on every CPU. Nothing here is fast.
-#include "kernels.h"
+#include "quants.h"
 
 namespace hybrid_moe {
 namespace {
@@ -31,6 +31,8 @@ struct Vec {
     static inline Vec from_i8(const uint8_t * p) { return {float(int8_t(*p))}; }
     static inline Vec from_bf16(const uint8_t * p);
     static inline Vec from_f16(const uint8_t * p);
+    static constexpr auto dot_quants    = dot_quants_scalar;
+    static constexpr auto expand_quants = expand_quants_scalar;
 };
 
 }  // namespace

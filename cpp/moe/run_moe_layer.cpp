@@ -98,8 +98,13 @@ void project(Run & run, const Projection & p, int64_t i_expert, int64_t row0, in
     for (int64_t j = 0; j < m; j++) y[j] = out + j * stride - (p.row0 + row0);  // kernels index y by the matrix's row
     multiply(*run.options.kernels, p.weights.matrix(i_expert), p.row0 + row0, p.row0 + row1, {x, y, m},
              run.scratch.gemm(i_thread));
+    const int64_t n = row1 - row0;
+    const float scale = p.scale.of(i_expert);
+    for (int64_t j = 0; p.scale.data && j < m; j++) {
+        for (int64_t i = 0; i < n; i++) out[j * stride + i] *= scale;
+    }
     const float * bias = p.bias.of(i_expert);
-    for (int64_t j = 0; bias && j < m; j++) run.options.kernels->accumulate(1.0f, bias + row0, row1 - row0, out + j * stride);
+    for (int64_t j = 0; bias && j < m; j++) run.options.kernels->accumulate(1.0f, bias + row0, n, out + j * stride);
 }
 
 void up_tile(Run & run, int64_t tile, int i_thread) {

@@ -200,12 +200,19 @@ ExpertTensor * experts_behind(const ggml_tensor * tensor) {
 
 bool weight_type_of(ggml_type type, WeightType & out) {
     switch (type) {
-        case GGML_TYPE_F32:  out = WeightType::f32; return true;
-        case GGML_TYPE_F16:  out = WeightType::f16; return true;
-        case GGML_TYPE_BF16: out = WeightType::bf16; return true;
-        case GGML_TYPE_Q8_0: out = WeightType::q8_0; return true;
-        case GGML_TYPE_I8:   out = WeightType::fp8_e4m3; return true;
-        default:             return false;
+        case GGML_TYPE_F32:    out = WeightType::f32; return true;
+        case GGML_TYPE_F16:    out = WeightType::f16; return true;
+        case GGML_TYPE_BF16:   out = WeightType::bf16; return true;
+        case GGML_TYPE_Q8_0:   out = WeightType::q8_0; return true;
+        case GGML_TYPE_I8:     out = WeightType::fp8_e4m3; return true;
+        case GGML_TYPE_Q4_0:   out = WeightType::q4_0; return true;
+        case GGML_TYPE_Q4_K:   out = WeightType::q4_k; return true;
+        case GGML_TYPE_Q5_K:   out = WeightType::q5_k; return true;
+        case GGML_TYPE_Q6_K:   out = WeightType::q6_k; return true;
+        case GGML_TYPE_IQ4_XS: out = WeightType::iq4_xs; return true;
+        case GGML_TYPE_MXFP4:  out = WeightType::mxfp4; return true;
+        case GGML_TYPE_NVFP4:  out = WeightType::nvfp4; return true;  // unknown to the oldest hosts: they have no such tensors
+        default:               return false;
     }
 }
 

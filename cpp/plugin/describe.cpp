@@ -3,6 +3,8 @@
 
 #include "plugin/buffer.h"
 #include "plugin/elementwise.h"
+#include "plugin/expert_scale.h"
+#include "plugin/settings.h"
 
 #include <cstring>
 
@@ -19,6 +21,7 @@ const char * refusal(const ggml_tensor * node) {
     if (!w || !x || !ids) return "a source is missing";
     WeightType type;
     if (!weight_type_of(w->type, type)) return "no kernel for the weights' type";
+    if (!worth_taking(*settings().kernels, type)) return "stock ggml is faster at the weights' type on this CPU";
     if (x->type != GGML_TYPE_F32 || node->type != GGML_TYPE_F32) return "activations must be F32";
     if (ids->type != GGML_TYPE_I32) return "ids must be I32";
     if (w->ne[3] != 1 || w->ne[0] % group_len(type) != 0) return "the weights' rows are no multiple of their group";
@@ -80,6 +83,9 @@ bool takes_op(const ggml_tensor * op) {
             return true;  // nothing to compute
         case GGML_OP_MUL_MAT_ID:
             return refusal(op) == nullptr;
+        case GGML_OP_REPEAT:
+        case GGML_OP_GET_ROWS:
+            return is_expert_scale(op);
         default:
             return is_elementwise(op) && stems_from_experts(op);
     }

@@ -78,8 +78,11 @@ class MatrixC(ctypes.Structure):
 
 
 # hybrid_moe::WeightType and hybrid_moe::ScaleType
-WEIGHT_TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "FP8": 4}
-SCALE_TYPES = {"F32": 0, "BF16": 1}
+WEIGHT_TYPES = {
+    "F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "FP8": 4,
+    "Q4_0": 5, "Q4_K": 6, "Q5_K": 7, "Q6_K": 8, "IQ4_XS": 9, "MXFP4": 10, "NVFP4": 11,
+}  # fmt: skip
+SCALE_TYPES = {"F32": 0, "BF16": 1, "F8_E8M0": 2}
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "hybrid_moe_error": (ctypes.c_char_p, []),
