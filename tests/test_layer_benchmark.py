@@ -10,6 +10,7 @@ from hybrid_moe_ext import OptionError, PluginError, counters, register
 from hybrid_moe_ext.bench import Limits, bench_kernels, bench_layer, torch_peer
 from hybrid_moe_ext.bench import kernels as kernels_module
 from hybrid_moe_ext.bench import layer as layer_module
+from hybrid_moe_ext.bench import limits as limits_module
 from hybrid_moe_ext.bench.graph import LayerGraph, Shape
 from hybrid_moe_ext.cli import run as command_line
 
@@ -21,6 +22,8 @@ def small(monkeypatch):
     monkeypatch.setitem(layer_module.SHAPES, "small", Shape(256, 512, 8, 2))
     monkeypatch.setitem(layer_module.SHAPES, "odd", Shape(288, 96, 8, 2))
     monkeypatch.setattr(kernels_module, "COLD_BYTES", 1 << 20)
+    monkeypatch.setattr(kernels_module, "ROUND_S", 1e-4)
+    monkeypatch.setattr(limits_module, "READ_BYTES", 16 << 20)
     monkeypatch.setattr(kernels_module.os, "sysconf", lambda name: 0)
     register()
 

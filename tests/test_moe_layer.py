@@ -14,6 +14,7 @@ from layer_graph import ACTIVATIONS, GATED, Layer, Route, random_layer, random_r
 KINDS = ["F32", "F16", "BF16", "Q8_0", "FP8"]
 NMSE = 1e-11  # float32 sums of a few hundred terms
 NMSE_GELU = 1e-6  # ggml's GELU takes and gives half floats
+NMSE_INT8 = 2e-3  # activations of few rows are rounded to int8, as stock does it
 
 
 def nmse(found: np.ndarray, want: np.ndarray) -> float:
@@ -28,8 +29,14 @@ def check(layers: list[Layer], x: np.ndarray, routes: list[Route], tmp_path=None
     want = x
     for layer, route in zip(layers, routes, strict=True):
         want = reference(layer, want, route)
-    assert nmse(y, want) <= (NMSE_GELU if any("ge" in layer.activation for layer in layers) else NMSE)
+    assert nmse(y, want) <= max(limit(layer) for layer in layers)
     return y
+
+
+def limit(layer: Layer) -> float:
+    if layer.weights["up"].kind == "Q8_0":
+        return NMSE_INT8
+    return NMSE_GELU if layer.activation in ("gelu", "geglu") else NMSE
 
 
 def case(rng, n_tokens: int = 5, **options) -> tuple[Layer, np.ndarray, Route]:
@@ -41,11 +48,8 @@ def case(rng, n_tokens: int = 5, **options) -> tuple[Layer, np.ndarray, Route]:
 @pytest.mark.parametrize("n_tokens", [1, 60])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("merged", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("activation", "merged"), [(a, False) for a in ACTIVATIONS] + [(a, True) for a in GATED])
 def test_variants(activation, merged, scaled, biased, n_tokens):
-    if merged and activation not in GATED:
-        pytest.skip("without a gate there is nothing to merge")
     rng = np.random.default_rng(1)
     layer, x, route = case(rng, n_tokens, activation=activation, merged=merged, scaled=scaled, biased=biased)
     check([layer], x, [route])
