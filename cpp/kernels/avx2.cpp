@@ -126,7 +126,7 @@ struct Vec {
         return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)))};
     }
 
-    static constexpr auto dot_quants    = dot_quants_avx2;
+    static constexpr auto multiply_quants    = multiply_quants_avx2;
     static constexpr auto expand_quants = expand_quants_avx2;
 };
 

@@ -3,7 +3,7 @@
 //
 // Vec: `width`, zero(), set1(float), load(const float *), store(float *), fma(a, b, c) = a * b + c, add, mul, div, min,
 // max (as SSE: the second operand when one is NaN), exp, f16_bits(float) to nearest even, from_fp8 / from_i8 / from_bf16 / from_f16 (width codes at p), reduce4(a, b, c, d, float[4]) = four sums.
-// from_fp8 returns code x 2^-fp8_shift; the shift is folded into the scale. dot_quants and expand_quants: see quants.h.
+// from_fp8 returns code x 2^-fp8_shift; the shift is folded into the scale. multiply_quants and expand_quants: see quants.h.
 
 #include "numbers.h"
 
@@ -275,7 +275,7 @@ template <class F> inline void with_type(WeightType type, const F & f) {
 struct DotCall {
     const ExpertMatrix & e; int64_t row0, row1; const TokenRows & t;
     template <WeightType T> void run() const {
-        if constexpr (is_quantised(T)) Vec::dot_quants(e, row0, row1, t);
+        if constexpr (is_quantised(T)) Vec::multiply_quants(e, row0, row1, t);
         else dot_typed<T>(e, row0, row1, t);
     }
 };

@@ -31,7 +31,7 @@ struct Vec {
     static inline Vec from_i8(const uint8_t * p) { return {float(int8_t(*p))}; }
     static inline Vec from_bf16(const uint8_t * p);
     static inline Vec from_f16(const uint8_t * p);
-    static constexpr auto dot_quants    = dot_quants_scalar;
+    static constexpr auto multiply_quants    = multiply_quants_scalar;
     static constexpr auto expand_quants = expand_quants_scalar;
 };
 

@@ -26,7 +26,7 @@ struct Vec512 {
     static uint16_t f16_bits(float f) { return uint16_t(_cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
 
     // An AVX-512 CPU runs AVX2, and decoding one row is bound by memory there.
-    static constexpr auto dot_quants    = hybrid_moe::dot_quants_avx2;
+    static constexpr auto multiply_quants    = hybrid_moe::multiply_quants_avx2;
     static constexpr auto expand_quants = hybrid_moe::expand_quants_avx2;
 
     static __m512i sign_extend(const uint8_t * p) {
