@@ -8,6 +8,7 @@
 #include "plugin/host.h"
 #include "plugin/settings.h"
 #include "threads/team.h"
+#include "threads/topology.h"
 
 #include <cstdlib>
 #include <exception>
@@ -101,6 +102,21 @@ void hybrid_moe_counters(uint64_t out[6]) {
     out[3] = c.n_dot_experts;
     out[4] = c.n_gemm_experts;
     out[5] = c.n_layers;
+}
+
+const char * hybrid_moe_machine(const char * sys_root, const char * proc_root, const char * cpus) {
+    thread_local std::string described;
+    if (!sys_root || !proc_root) {
+        described = machine().describe();
+        return described.c_str();
+    }
+    std::vector<int> allowed;
+    if (!cpus || !parse_cpu_list(cpus, allowed)) {
+        fail("the affinity mask must be a list such as 0-3,8");
+        return nullptr;
+    }
+    described = read_machine(sys_root, proc_root, allowed).describe();
+    return described.c_str();
 }
 
 hybrid_moe_table * hybrid_moe_table_new(int copied) { return new hybrid_moe_table(copied != 0); }

@@ -28,6 +28,10 @@ HYBRID_MOE_API const char * hybrid_moe_available_isas(void);
 // {matmuls, token rows, weight bytes, experts by dot, experts by gemm, whole layers} since the process started.
 HYBRID_MOE_API void hybrid_moe_counters(uint64_t out[6]);
 
+// What of a machine this process may use, as a JSON object (cpp/threads/topology.h). Null roots: this machine, as it was
+// when the process first asked; else the files below them, with the affinity mask `cpus` ("0-3,8"). Null when that is no list.
+HYBRID_MOE_API const char * hybrid_moe_machine(const char * sys_root, const char * proc_root, const char * cpus);
+
 // Expert tables: which bytes of which files stand for a tensor name. A table is used by one load at a time.
 typedef struct hybrid_moe_table hybrid_moe_table;
 

@@ -2,9 +2,9 @@
 #include "plugin/settings.h"
 
 #include "threads/team.h"
+#include "threads/topology.h"
 
 #include <cstdlib>
-#include <thread>
 
 namespace hybrid_moe {
 namespace {
@@ -23,9 +23,8 @@ std::string read_settings() {
     if (!choose_team_provider(team)) {
         return std::string("hybrid-moe: HYBRID_MOE_TEAM=") + team + " is not available here; choose openmp or pool";
     }
-    const unsigned n = std::thread::hardware_concurrency();
     current.kernels         = kernels;
-    current.default_threads = n ? int(n) : 1;
+    current.default_threads = machine().default_threads();
     return std::string();
 }
 

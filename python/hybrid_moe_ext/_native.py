@@ -89,6 +89,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "hybrid_moe_team": (ctypes.c_char_p, []),
     "hybrid_moe_available_isas": (ctypes.c_char_p, []),
     "hybrid_moe_counters": (None, [ctypes.POINTER(ctypes.c_uint64)]),
+    "hybrid_moe_machine": (ctypes.c_char_p, [ctypes.c_char_p] * 3),
     "hybrid_moe_table_new": (ctypes.c_void_p, [ctypes.c_int]),
     "hybrid_moe_table_add_file": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p]),
     "hybrid_moe_table_add_tensor": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(ExpertTensorC)]),

@@ -1,0 +1,17 @@
+// The CPU time that control groups (version 2, or 1) grant this process, and the reading of one-line files.
+#pragma once
+
+#include <string>
+
+namespace hybrid_moe {
+
+// CPUs' worth of time, the tightest limit up the tree; 0 without one, or when nothing sensible is to be read.
+double cpu_quota(const std::string & sys_root, const std::string & proc_root);
+
+// The first line of a file without its end. False when it cannot be read or is empty.
+bool read_line(const std::string & path, std::string & out);
+
+// What follows `label` (such as "Mems_allowed_list:") on the line of a file that begins with it.
+bool read_field(const std::string & path, const std::string & label, std::string & out);
+
+}  // namespace hybrid_moe
