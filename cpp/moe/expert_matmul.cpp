@@ -42,6 +42,7 @@ struct Run {
     Workspace &          work;
     std::atomic<int64_t> next{0};
     std::atomic<bool>    aborted{false};
+    Turn                 turn;
 };
 
 float * panel_of(std::vector<uint8_t> & scratch, int i_thread) {
@@ -49,12 +50,17 @@ float * panel_of(std::vector<uint8_t> & scratch, int i_thread) {
     return reinterpret_cast<float *>(aligned + size_t(i_thread) * panel_bytes);
 }
 
+int64_t n_tiles_of(const Run & run) { return run.plan.n_tiles_per_expert * int64_t(run.work.routing.active.size()); }
+
+bool is_done(const Run & run) { return run.aborted.load() || run.next.load() >= n_tiles_of(run); }
+
 void compute_tiles(void * context, int i_thread, int) {
     Run & run = *static_cast<Run *>(context);
     const Routing & route = run.work.routing;
-    const int64_t n_tiles = run.plan.n_tiles_per_expert * int64_t(route.active.size());
+    const int64_t n_tiles = n_tiles_of(run);
     const int64_t n_rows = run.op.experts.shape.n_rows;
     for (;;) {
+        if (run.turn.is_over()) return;
         const int64_t tile = run.next.fetch_add(1, std::memory_order_relaxed);
         if (tile >= n_tiles || run.aborted.load(std::memory_order_relaxed)) return;
         const int64_t in_expert = tile % run.plan.n_tiles_per_expert;
@@ -136,7 +142,7 @@ RunStatus run_expert_matmul(const ExpertMatmul & op, const RunOptions & options,
     const size_t panels = panel_bytes * size_t(options.n_threads) + 64;
     if (work.scratch.size() < panels) work.scratch.resize(panels);
     Run run{op, plan, options, work};
-    run_team(plan.n_threads, compute_tiles, &run);
+    for (; !is_done(run); run.turn = Turn()) run_team(plan.n_threads, compute_tiles, &run);
     if (run.aborted.load()) return RunStatus::aborted;
     count_matmul(op.experts, op.experts.shape.n_rows, route);
     return RunStatus::ok;

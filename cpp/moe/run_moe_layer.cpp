@@ -82,6 +82,7 @@ struct Run {
     int64_t            m_max;
     std::atomic<int64_t> next{0};
     std::atomic<bool>    aborted{false};
+    Turn                 turn;
 };
 
 // Rows [row0, row1) of a projection for m token rows of one expert, to `out` [m][row1 - row0].
@@ -148,11 +149,19 @@ void down_tile(Run & run, int64_t tile, int i_thread) {
     }
 }
 
+int64_t n_up_tiles(const Run & run) { return run.plan.n_up_tiles * int64_t(run.work.routing.active.size()); }
+
+// All tiles are taken, and taken tiles are finished before the team returns.
+bool is_done(const Run & run) {
+    return run.aborted.load() || run.next.load() >= n_up_tiles(run) + run.plan.n_down_tiles;
+}
+
 void compute_tiles(void * context, int i_thread, int) {
     Run & run = *static_cast<Run *>(context);
-    const int64_t n_up = run.plan.n_up_tiles * int64_t(run.work.routing.active.size());
+    const int64_t n_up = n_up_tiles(run);
     const int64_t n_all = n_up + run.plan.n_down_tiles;
     for (;;) {
+        if (run.turn.is_over()) return;  // whoever took a tile finishes it, so no tile waits for one that is not taken
         const int64_t tile = run.next.fetch_add(1, std::memory_order_relaxed);
         if (tile >= n_all || run.aborted.load(std::memory_order_relaxed)) return;
         if (run.options.abort && run.options.abort(run.options.abort_data)) {
@@ -247,7 +256,7 @@ RunStatus run_token_tile(const MoeLayer & layer, int64_t token0, int64_t n_token
         work.up_done.reset(new std::atomic<int32_t>[work.n_up_done]);
     }
     for (size_t i = 0; i < route.active.size(); i++) work.up_done[i].store(0, std::memory_order_relaxed);
-    run_team(plan.n_threads, compute_tiles, &run);
+    for (; !is_done(run); run.turn = Turn()) run_team(plan.n_threads, compute_tiles, &run);
     if (run.aborted.load()) return RunStatus::aborted;
     if (has_gate(layer.activation.kind)) count_matmul(layer.gate.weights, layer.gate.n_rows, route);
     count_matmul(layer.up.weights, layer.up.n_rows, route);

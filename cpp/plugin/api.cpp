@@ -80,6 +80,7 @@ const char * hybrid_moe_take_failure(void) {
 
 const char * hybrid_moe_isa(void) { return settings().kernels ? settings().kernels->name : ""; }
 const char * hybrid_moe_team(void) { return settings().kernels ? team_provider() : ""; }
+const char * hybrid_moe_pin(void) { return settings().kernels ? team_pin_mode() : ""; }
 
 const char * hybrid_moe_available_isas(void) {
     static const std::string names = [] {

@@ -19,10 +19,11 @@ HYBRID_MOE_API const char * hybrid_moe_refusal(void);
 // Why the last load or computation of this thread failed, once; empty when none did.
 HYBRID_MOE_API const char * hybrid_moe_take_failure(void);
 
-// The kernels in use ("avx2", ...), what runs the threads ("openmp", "pool"), and the names of all kernels that run
-// here, separated by spaces. The first two are empty before a host has loaded us.
+// The kernels in use ("avx2", ...), what runs the threads ("openmp", "pool"), where they are pinned ("auto", "on", "off"), and
+// the names of all kernels that run here, separated by spaces. All but the last are empty before a host has loaded us.
 HYBRID_MOE_API const char * hybrid_moe_isa(void);
 HYBRID_MOE_API const char * hybrid_moe_team(void);
+HYBRID_MOE_API const char * hybrid_moe_pin(void);
 HYBRID_MOE_API const char * hybrid_moe_available_isas(void);
 
 // {matmuls, token rows, weight bytes, experts by dot, experts by gemm, whole layers} since the process started.

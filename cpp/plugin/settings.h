@@ -14,8 +14,8 @@ struct Settings {
 
 const Settings & settings();
 
-// HYBRID_MOE_ISA: a kernel table's name. HYBRID_MOE_TEAM: "openmp" or "pool". Returns an empty string, or one sentence
-// that says which value is wrong and what may stand there.
+// HYBRID_MOE_ISA: a kernel table's name. HYBRID_MOE_TEAM: "openmp" or "pool". HYBRID_MOE_PIN: "on" or "off". "auto", empty or
+// unset: our choice. Returns an empty string, or one sentence that says which value is wrong and what may stand there.
 std::string read_settings();
 
 }  // namespace hybrid_moe
