@@ -7,6 +7,7 @@
 #include "plugin/device.h"
 #include "plugin/host.h"
 #include "plugin/settings.h"
+#include "threads/measure_team.h"
 #include "threads/team.h"
 #include "threads/topology.h"
 
@@ -193,6 +194,14 @@ double hybrid_moe_measure_read(int n_threads, size_t bytes, int repeats) { retur
 double hybrid_moe_measure_fma(int n_threads, int repeats) {
     const Kernels * k = settings().kernels ? settings().kernels : kernels_named(nullptr);
     return measure_fma(*k, n_threads, repeats);
+}
+
+int hybrid_moe_measure_team(const char * provider, int n_threads, double gap_us, int host_works, double work_us, int rounds, double * out) {
+    const std::string before = team_provider();
+    if (!choose_team_provider(provider)) return fail(std::string("no team called ") + provider + " in this process");
+    const bool could = measure_team(n_threads, gap_us, host_works != 0, work_us, rounds, out);
+    choose_team_provider(before.c_str());
+    return could ? 0 : fail("the host has no OpenMP team in this process");
 }
 
 const char * hybrid_moe_judge_version(const char * version) {

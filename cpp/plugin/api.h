@@ -76,6 +76,11 @@ HYBRID_MOE_API int hybrid_moe_has_nan(const char * isa, const uint8_t * codes, s
 // Bytes per second and floating-point operations per second of n_threads threads: best of `repeats`.
 HYBRID_MOE_API double hybrid_moe_measure_read(int n_threads, size_t bytes, int repeats);
 HYBRID_MOE_API double hybrid_moe_measure_fma(int n_threads, int repeats);
+// Microseconds per region of n_threads threads by `provider` ("pool", "openmp"), each thread working for work_us: out[rounds].
+// Before each region the calling thread waits for gap_us, or (host_works) the host's OpenMP team works for gap_us, as in a
+// host that computes attention on the same CPUs.
+HYBRID_MOE_API int hybrid_moe_measure_team(const char * provider, int n_threads, double gap_us, int host_works, double work_us,
+                                           int rounds, double * out);
 // Empty when a host with that ggml version may load us, else the sentence it would get.
 HYBRID_MOE_API const char * hybrid_moe_judge_version(const char * version);
 

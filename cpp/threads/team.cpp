@@ -98,6 +98,13 @@ Provider current() {
 
 }  // namespace
 
+bool run_on_host_team(int n_threads, TeamFunction f, void * context) {
+    if (!openmp().parallel) return false;
+    Region region{f, context};
+    openmp().parallel(openmp_region, &region, unsigned(n_threads), 0);
+    return true;
+}
+
 void run_team(int n_threads, TeamFunction f, void * context) {
     const bool is_pool = current() == Provider::pool;
     if (is_pool && n_threads > team_capacity()) n_threads = team_capacity();
@@ -109,8 +116,7 @@ void run_team(int n_threads, TeamFunction f, void * context) {
     if (is_pool) {
         team().pool.run(n_threads, f, context);
     } else {
-        Region region{f, context};
-        openmp().parallel(openmp_region, &region, unsigned(n_threads), 0);
+        run_on_host_team(n_threads, f, context);
     }
 }
 

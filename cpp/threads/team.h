@@ -37,6 +37,10 @@ const char * team_provider();
 // Forces a provider: "openmp", "pool" or null (choose). Returns false when it is unknown or not available here.
 bool choose_team_provider(const char * name);
 
+// The same on the host's OpenMP team, whatever the provider is and without waiting for a turn: what a host does between our
+// regions, for measurements. Returns false when there is no OpenMP in this process.
+bool run_on_host_team(int n_threads, TeamFunction f, void * context);
+
 // "auto", "on" or "off".
 const char * team_pin_mode();
 

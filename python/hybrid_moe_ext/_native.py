@@ -107,6 +107,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "hybrid_moe_has_nan": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]),
     "hybrid_moe_measure_read": (ctypes.c_double, [ctypes.c_int, ctypes.c_size_t, ctypes.c_int]),
     "hybrid_moe_measure_fma": (ctypes.c_double, [ctypes.c_int, ctypes.c_int]),
+    "hybrid_moe_measure_team": (
+        ctypes.c_int,
+        [ctypes.c_char_p, ctypes.c_int, ctypes.c_double, ctypes.c_int, ctypes.c_double, ctypes.c_int, ctypes.c_void_p],
+    ),
     "hybrid_moe_judge_version": (ctypes.c_char_p, [ctypes.c_char_p]),
 }
 
