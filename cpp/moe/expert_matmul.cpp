@@ -73,7 +73,7 @@ void compute_tiles(void * context, int i_thread, int) {
         const TokenRows rows = {run.work.x.data() + begin, run.work.y.data() + begin, route.n_rows(i_expert)};
         const int64_t row0 = in_expert * run.plan.tile_rows;
         const int64_t row1 = row0 + run.plan.tile_rows < n_rows ? row0 + run.plan.tile_rows : n_rows;
-        multiply(*run.options.kernels, run.op.experts.matrix(i_expert), row0, row1, rows, panel_of(run.work.scratch, i_thread));
+        multiply(*run.options.kernels, run.op.experts, i_expert, row0, row1, rows, panel_of(run.work.scratch, i_thread));
     }
 }
 
@@ -107,11 +107,16 @@ const char * make_experts_ready(const ExpertWeights & w, const Routing & route, 
     return use.error.load();
 }
 
-void multiply(const Kernels & kernels, const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & rows, float * panel) {
-    if (rows.m >= gemm_min_rows) {
-        kernels.gemm(e, row0, row1, rows, panel);
-    } else {
-        kernels.dot(e, row0, row1, rows);
+void multiply(const Kernels & kernels, const ExpertWeights & w, int64_t i_expert, int64_t row0, int64_t row1,
+              const TokenRows & rows, float * panel) {
+    for (int64_t end; row0 < row1; row0 = end) {
+        const ExpertMatrix e = w.matrix(i_expert, row0, end);
+        end = end < row1 ? end : row1;
+        if (rows.m >= gemm_min_rows) {
+            kernels.gemm(e, row0, end, rows, panel);
+        } else {
+            kernels.dot(e, row0, end, rows);
+        }
     }
 }
 

@@ -52,6 +52,10 @@ std::vector<FileRange> ranges(int64_t n, const int32_t * file, const uint64_t * 
     return out;
 }
 
+bool parse_mask(const char * cpus, std::vector<int> & out) {
+    return (cpus && parse_cpu_list(cpus, out)) || fail("the affinity mask must be a list such as 0-3,8") == 0;
+}
+
 const Kernels * kernels_named(const char * isa) {
     char text[256];
     const Kernels * k = select_kernels(isa, text, sizeof text);
@@ -113,11 +117,25 @@ const char * hybrid_moe_machine(const char * sys_root, const char * proc_root, c
         return described.c_str();
     }
     std::vector<int> allowed;
-    if (!cpus || !parse_cpu_list(cpus, allowed)) {
-        fail("the affinity mask must be a list such as 0-3,8");
-        return nullptr;
-    }
+    if (!parse_mask(cpus, allowed)) return nullptr;
     described = read_machine(sys_root, proc_root, allowed).describe();
+    return described.c_str();
+}
+
+int hybrid_moe_pretend_machine(const char * sys_root, const char * proc_root, const char * cpus) {
+    std::vector<int> allowed;
+    if (!parse_mask(cpus, allowed)) return -1;
+    pretend_machine(read_machine(sys_root, proc_root, allowed));
+    return 0;
+}
+
+int hybrid_moe_choose_experts_memory(const char * name) {
+    return choose_experts_memory(name) ? 0 : fail(std::string("experts_memory=") + name + ": choose mmap or copy");
+}
+
+const char * hybrid_moe_copies(void) {
+    thread_local std::string described;
+    described = describe_copies(false);
     return described.c_str();
 }
 

@@ -31,7 +31,9 @@ HYBRID_MOE_API void hybrid_moe_counters(uint64_t out[6]);
 
 // What of a machine this process may use, as a JSON object (cpp/threads/topology.h). Null roots: this machine, as it was
 // when the process first asked; else the files below them, with the affinity mask `cpus` ("0-3,8"). Null when that is no list.
+// hybrid_moe_pretend_machine makes that one this machine, for tests, before anything has run.
 HYBRID_MOE_API const char * hybrid_moe_machine(const char * sys_root, const char * proc_root, const char * cpus);
+HYBRID_MOE_API int hybrid_moe_pretend_machine(const char * sys_root, const char * proc_root, const char * cpus);
 
 // Expert tables: which bytes of which files stand for a tensor name. A table is used by one load at a time.
 typedef struct hybrid_moe_table hybrid_moe_table;
@@ -55,6 +57,11 @@ HYBRID_MOE_API int  hybrid_moe_table_add_tensor(hybrid_moe_table * table, const 
 // Between these two, tensors that this thread's loads create in our buffers are looked up in the table.
 HYBRID_MOE_API void hybrid_moe_load_begin(hybrid_moe_table * table);
 HYBRID_MOE_API int  hybrid_moe_load_end(void);  // number of the table's tensors that were found
+// Where the experts of this thread's loads are computed from: "mmap", "copy", or null: what HYBRID_MOE_EXPERTS_MEMORY says.
+HYBRID_MOE_API int  hybrid_moe_choose_experts_memory(const char * name);
+// What is held in copies, per NUMA node, and what went wrong with it: a JSON object (cpp/moe/expert_copy.h). Asks the kernel
+// about every page.
+HYBRID_MOE_API const char * hybrid_moe_copies(void);
 // The files stay mapped while a model uses them.
 HYBRID_MOE_API void hybrid_moe_table_free(hybrid_moe_table * table);
 

@@ -6,11 +6,19 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 
 namespace hybrid_moe {
 namespace {
 
 Settings current;
+thread_local std::optional<ExpertsMemory> of_this_thread;
+
+bool parse(const char * name, ExpertsMemory & out) {
+    if (strcmp(name, "mmap") && strcmp(name, "copy")) return false;
+    out = strcmp(name, "copy") ? ExpertsMemory::mmap : ExpertsMemory::copy;
+    return true;
+}
 
 // Null when the variable leaves the choice to us.
 const char * choice(const char * variable) {
@@ -34,9 +42,23 @@ std::string read_settings() {
     if (!choose_team_provider(team)) return unknown("HYBRID_MOE_TEAM", team, "auto, openmp or pool");
     const char * pin = choice("HYBRID_MOE_PIN");
     if (!choose_pin_mode(pin)) return unknown("HYBRID_MOE_PIN", pin, "auto, on or off");
+    const char * memory = getenv("HYBRID_MOE_EXPERTS_MEMORY");
+    ExpertsMemory of_environment = ExpertsMemory::mmap;
+    if (memory && *memory && !parse(memory, of_environment)) return unknown("HYBRID_MOE_EXPERTS_MEMORY", memory, "mmap or copy");
+    current.experts_memory  = of_environment;
     current.kernels         = kernels;
     current.default_threads = machine().default_threads();
     return std::string();
 }
+
+bool choose_experts_memory(const char * name) {
+    ExpertsMemory chosen;
+    if (name && !parse(name, chosen)) return false;
+    of_this_thread.reset();
+    if (name) of_this_thread = chosen;
+    return true;
+}
+
+ExpertsMemory experts_memory() { return of_this_thread.value_or(current.experts_memory); }
 
 }  // namespace hybrid_moe

@@ -34,6 +34,25 @@ def machine(
     return Machine(**json.loads(described))
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Experts held in memory (experts_memory="copy"), in bytes; shared ones count once."""
+
+    tensors: int
+    planned: int  # when every expert has been used
+    copied: int
+    anywhere: int  # of the copied: wanted on no node in particular
+    nodes: list[dict[str, int | None]]  # id, wanted there, really there (None: the kernel does not tell)
+    elsewhere: int  # on nodes this process has no CPUs of
+    huge_pages: int
+    troubles: list[str]  # since the process started: what could not be had, one sentence per kind
+
+
+def copies() -> Copies:
+    """Asks the kernel where every page is, which takes a while for large models."""
+    return Copies(**json.loads(library().hybrid_moe_copies()))
+
+
 def default_threads() -> int:
     """One per physical core that this process may use, but no more than its CPU quota feeds."""
     return machine().default_threads
