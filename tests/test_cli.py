@@ -268,3 +268,15 @@ def test_help_lists_every_option():
         text = call(command, "--help").stdout.decode()
         for name, variable, _, _ in Options.describe():
             assert f"--{name.replace('_', '-')}" in text and variable in text
+
+
+def test_run_reports_what_it_holds_in_memory(model):
+    done = call("run", model, "-p", "the", "-n", 3, "--experts-memory", "copy")
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.decode().splitlines()
+    assert [line.split(":")[0] for line in lines[:5]] == ["prefill", "decode", "device", "experts", "memory"]
+    assert re.fullmatch(r"memory: [\d.]+ MiB of [\d.]+ MiB of experts copied, .*", lines[4])
+    assert re.fullmatch(r"node \d+: [\d.]+ MiB wanted, .* there", lines[5])
+    held = json.loads(call("run", model, "-p", "the", "-n", 3, "--experts-memory", "copy", "--json").stdout)["copies"]
+    assert 0 < held["copied"] <= held["planned"] and held["troubles"] == []
+    assert json.loads(call("run", model, "-p", "the", "-n", 3, "--json").stdout)["copies"] is None

@@ -25,7 +25,7 @@ def machine(
     sys_root: str | os.PathLike[str] | None = None, proc_root: str | os.PathLike[str] | None = None, cpus: str = ""
 ) -> Machine:
     """This machine; or the one described by files below `sys_root` and `proc_root` to a process that may run on `cpus`."""
-    roots = (None, None, None)
+    roots: tuple[bytes | None, ...] = (None, None, None)
     if sys_root is not None and proc_root is not None:
         roots = (os.fsencode(sys_root), os.fsencode(proc_root), cpus.encode())
     described = library().hybrid_moe_machine(*roots)
@@ -46,6 +46,22 @@ class Copies:
     elsewhere: int  # on nodes this process has no CPUs of
     huge_pages: int
     troubles: list[str]  # since the process started: what could not be had, one sentence per kind
+
+    def lines(self) -> list[str]:
+        """For people."""
+        share = f"{_mib(self.huge_pages)} of it in huge pages" if self.huge_pages else "no huge pages"
+        lines = [f"memory: {_mib(self.copied)} of {_mib(self.planned)} of experts copied, {share}"]
+        for node in self.nodes:
+            there = node["there"]
+            really = "unknown, the kernel does not tell" if there is None else _mib(there)
+            lines.append(f"node {node['id']}: {_mib(node['wanted'] or 0)} wanted, {really} there")
+        if self.elsewhere:
+            lines.append(f"other nodes: {_mib(self.elsewhere)}")
+        return lines + [f"memory: {trouble}" for trouble in self.troubles]
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:.1f} MiB"
 
 
 def copies() -> Copies:
