@@ -1,6 +1,7 @@
 // Runs a MoeLayer on the CPU team. Two kinds of tiles, taken in one order by whichever thread is free:
 //   1. (expert, rows of gate and up): h for all token rows of that expert
 //   2. (rows of down): y for all tokens of the tile, expert after expert
+// Of each kind a thread takes those first whose weights are on its NUMA node (lanes.h).
 // Tiles of kind 2 wait for the experts they read, one by one, and for no barrier. All tiles of kind 1 are taken before
 // any of kind 2, so somebody is always working on what a waiting thread waits for.
 #include "moe/moe_layer.h"
@@ -23,10 +24,8 @@ constexpr int64_t tiles_per_thread = 6;
 
 struct Plan {
     int     n_threads;
-    int64_t up_rows;     // rows per tile of kind 1
-    int64_t n_up_tiles;  // per expert
-    int64_t down_rows;   // rows per tile of kind 2
-    int64_t n_down_tiles;
+    int64_t up_rows;    // rows per tile of kind 1
+    int64_t down_rows;  // rows per tile of kind 2
 };
 
 int64_t rows_per_tile(int64_t n_rows, int64_t n_tiles) {
@@ -48,11 +47,9 @@ Plan decide(const MoeLayer & layer, const Routing & route, int64_t m_max, int n_
     Plan plan;
     const int64_t n_active = int64_t(route.active.size());
     const int64_t wanted = tiles_per_thread * int64_t(n_threads);
-    plan.n_threads    = n_threads;
-    plan.up_rows      = std::min(rows_per_tile(layer.n_ff(), n_active ? ceil_div(wanted, n_active) : 1), at_most_rows(m_max));
-    plan.n_up_tiles   = ceil_div(layer.n_ff(), plan.up_rows);
-    plan.down_rows    = std::min(rows_per_tile(layer.n_embd(), wanted), at_most_rows(m_max));
-    plan.n_down_tiles = ceil_div(layer.n_embd(), plan.down_rows);
+    plan.n_threads = n_threads;
+    plan.up_rows   = std::min(rows_per_tile(layer.n_ff(), n_active ? ceil_div(wanted, n_active) : 1), at_most_rows(m_max));
+    plan.down_rows = std::min(rows_per_tile(layer.n_embd(), wanted), at_most_rows(m_max));
     return plan;
 }
 
@@ -87,8 +84,8 @@ struct Run {
     Workspace &        work;
     Scratch            scratch;
     int64_t            m_max;
-    std::atomic<int64_t> next{0};
     std::atomic<bool>    aborted{false};
+    Turn                 turn;
 };
 
 // Rows [row0, row1) of a projection for m token rows of one expert, to `out`: m rows, `stride` floats apart.
@@ -96,7 +93,7 @@ void project(Run & run, const Projection & p, int64_t i_expert, int64_t row0, in
              int64_t m, float * out, int64_t stride, int i_thread) {
     float ** y = run.work.tile_y.data() + int64_t(i_thread) * run.m_max;
     for (int64_t j = 0; j < m; j++) y[j] = out + j * stride - (p.row0 + row0);  // kernels index y by the matrix's row
-    multiply(*run.options.kernels, p.weights.matrix(i_expert), p.row0 + row0, p.row0 + row1, {x, y, m},
+    multiply(*run.options.kernels, p.weights, i_expert, p.row0 + row0, p.row0 + row1, {x, y, m},
              run.scratch.gemm(i_thread));
     const int64_t n = row1 - row0;
     const float scale = p.scale.of(i_expert);
@@ -107,15 +104,13 @@ void project(Run & run, const Projection & p, int64_t i_expert, int64_t row0, in
     for (int64_t j = 0; bias && j < m; j++) run.options.kernels->accumulate(1.0f, bias + row0, n, out + j * stride);
 }
 
-void up_tile(Run & run, int64_t tile, int i_thread) {
+void up_tile(Run & run, int64_t i_active, RowTile tile, int i_thread) {
     const MoeLayer & layer = run.layer;
     const Routing & route = run.work.routing;
-    const int64_t i_active = tile / run.plan.n_up_tiles;
     const int64_t i_expert = route.active[size_t(i_active)];
     const int64_t begin = route.begin[size_t(i_expert)];
     const int64_t m = route.n_rows(i_expert);
-    const int64_t row0 = tile % run.plan.n_up_tiles * run.plan.up_rows;
-    const int64_t row1 = row0 + run.plan.up_rows < layer.n_ff() ? row0 + run.plan.up_rows : layer.n_ff();
+    const auto [row0, row1] = tile;
     const int64_t n = row1 - row0;
     float * h  = run.scratch.h + begin * layer.n_ff() + row0;  // holds the gate's rows first
     float * up = run.scratch.tile(i_thread);
@@ -130,18 +125,17 @@ void up_tile(Run & run, int64_t tile, int i_thread) {
 }
 
 bool wait_for_expert(const Run & run, int64_t i_active) {
-    while (run.work.up_done[size_t(i_active)].load(std::memory_order_acquire) < run.plan.n_up_tiles) {
+    while (run.work.up_done[size_t(i_active)].load(std::memory_order_acquire) < run.work.up_tiles.n_tiles()) {
         if (run.aborted.load(std::memory_order_relaxed)) return false;
         spin_once();
     }
     return true;
 }
 
-void down_tile(Run & run, int64_t tile, int i_thread) {
+void down_tile(Run & run, RowTile tile, int i_thread) {
     const MoeLayer & layer = run.layer;
     const Routing & route = run.work.routing;
-    const int64_t row0 = tile * run.plan.down_rows;
-    const int64_t row1 = row0 + run.plan.down_rows < layer.n_embd() ? row0 + run.plan.down_rows : layer.n_embd();
+    const auto [row0, row1] = tile;
     const int64_t n = row1 - row0;
     float * out = run.scratch.tile(i_thread);
     for (float * y : run.work.token_y) memset(y + row0, 0, size_t(n) * sizeof(float));
@@ -159,21 +153,29 @@ void down_tile(Run & run, int64_t tile, int i_thread) {
     }
 }
 
+// All tiles are taken, and taken tiles are finished before the team returns.
+bool is_done(const Run & run) {
+    return run.aborted.load() || (run.work.up_tiles.is_empty() && run.work.down_tiles.is_empty());
+}
+
 void compute_tiles(void * context, int i_thread, int) {
     Run & run = *static_cast<Run *>(context);
-    const int64_t n_up = run.plan.n_up_tiles * int64_t(run.work.routing.active.size());
-    const int64_t n_all = n_up + run.plan.n_down_tiles;
+    const int lane = run.work.up_tiles.has_nodes() || run.work.down_tiles.has_nodes() ? node_here() : 0;
     for (;;) {
-        const int64_t tile = run.next.fetch_add(1, std::memory_order_relaxed);
-        if (tile >= n_all || run.aborted.load(std::memory_order_relaxed)) return;
+        // Whoever took a tile finishes it, so leaving here keeps nobody waiting.
+        if (run.turn.is_over() || run.aborted.load(std::memory_order_relaxed)) return;
         if (run.options.abort && run.options.abort(run.options.abort_data)) {
             run.aborted.store(true);
             return;
         }
-        if (tile < n_up) {
-            up_tile(run, tile, i_thread);
+        int64_t i_active;
+        RowTile tile;
+        if (run.work.up_tiles.take(lane, i_active, tile)) {
+            up_tile(run, i_active, tile, i_thread);
+        } else if (run.work.down_tiles.take(lane, i_active, tile)) {
+            down_tile(run, tile, i_thread);
         } else {
-            down_tile(run, tile - n_up, i_thread);
+            return;
         }
     }
 }
@@ -252,13 +254,15 @@ RunStatus run_token_tile(const MoeLayer & layer, int64_t token0, int64_t n_token
     const Plan plan = decide(layer, route, m_max, options.n_threads);
     Run run{layer, plan, options, work, cut(work.scratch, layer, plan, route.pairs.size(), m_max), m_max};
     gather(layer, token0, n_tokens, run.scratch, work);
+    work.up_tiles.cut(layer.up.weights.parts(), layer.up.row0, layer.n_ff(), plan.up_rows, int64_t(route.active.size()));
+    work.down_tiles.cut(layer.down.weights.parts(), layer.down.row0, layer.n_embd(), plan.down_rows, 1);
     work.tile_y.resize(size_t(m_max * plan.n_threads));
     if (work.n_up_done < route.active.size()) {
         work.n_up_done = route.active.size();
         work.up_done.reset(new std::atomic<int32_t>[work.n_up_done]);
     }
     for (size_t i = 0; i < route.active.size(); i++) work.up_done[i].store(0, std::memory_order_relaxed);
-    run_team(plan.n_threads, compute_tiles, &run);
+    for (; !is_done(run); run.turn = Turn()) run_team(plan.n_threads, compute_tiles, &run);
     if (run.aborted.load()) return RunStatus::aborted;
     if (has_gate(layer.activation.kind)) count_matmul(layer.gate.weights, layer.gate.n_rows, route);
     count_matmul(layer.up.weights, layer.up.n_rows, route);
