@@ -187,6 +187,7 @@ def test_placement_in_cpp(tmp_path):
     if compiler is None:
         pytest.skip("no compiler (c++) on this machine")
     sources = [TESTS / "cpp" / "test_placement.cpp", *SOURCES.glob("threads/*.cpp"), *SOURCES.glob("moe/*.cpp")]
+    sources.append(SOURCES / "kernels" / "weight_types.cpp")
     command = [compiler, "-std=c++20", "-O1", "-g", "-w", f"-I{SOURCES}", *sources, "-o", tmp_path / "placement"]
     sanitized = [*command, "-pthread", "-ldl", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     built = subprocess.run(sanitized, capture_output=True, text=True)

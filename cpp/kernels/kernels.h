@@ -103,7 +103,7 @@ struct Kernels {
 bool worth_taking(const Kernels & kernels, WeightType type);
 
 // From how many token rows per expert on `gemm` is used. Re-measure with `hybrid-moe bench kernels`.
-constexpr int64_t gemm_min_rows = 5;
+int64_t gemm_min_rows(WeightType type);
 
 // All implementations compiled in, fastest first; the last, "scalar", runs everywhere.
 struct Implementation {

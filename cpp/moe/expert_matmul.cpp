@@ -112,7 +112,7 @@ void multiply(const Kernels & kernels, const ExpertWeights & w, int64_t i_expert
     for (int64_t end; row0 < row1; row0 = end) {
         const ExpertMatrix e = w.matrix(i_expert, row0, end);
         end = end < row1 ? end : row1;
-        if (rows.m >= gemm_min_rows) {
+        if (rows.m >= gemm_min_rows(e.type)) {
             kernels.gemm(e, row0, end, rows, scratch);
         } else {
             kernels.dot(e, row0, end, rows);
@@ -157,7 +157,7 @@ void count_layer() { total_layers.fetch_add(1, std::memory_order_relaxed); }
 
 void count_matmul(const ExpertWeights & w, int64_t n_rows, const Routing & route) {
     uint64_t n_gemm = 0;
-    for (int64_t i : route.active) n_gemm += route.n_rows(i) >= gemm_min_rows;
+    for (int64_t i : route.active) n_gemm += route.n_rows(i) >= gemm_min_rows(w.shape.type);
     total_matmuls.fetch_add(1, std::memory_order_relaxed);
     total_rows.fetch_add(route.pairs.size(), std::memory_order_relaxed);
     total_bytes.fetch_add(uint64_t(n_rows) * w.shape.row_bytes * route.active.size(), std::memory_order_relaxed);
