@@ -61,8 +61,9 @@ def test_directory_agrees_with_its_summary(tmp_path, dtype):
     [
         (("F32", "F16", "BF16"), OURS, []),
         (("Q8_0", "Q8_0", "Q8_0"), OURS, []),
-        (("Q4_K", "Q4_K", "Q6_K"), HOST, ["Q4_K", "Q6_K"]),
-        (("Q4_K", "Q4_K", "Q8_0"), BOTH, ["Q4_K"]),
+        (("Q4_K", "Q4_K", "Q6_K"), OURS, []),
+        (("Q3_K", "Q3_K", "Q5_1"), HOST, ["Q3_K", "Q5_1"]),
+        (("Q3_K", "Q3_K", "Q8_0"), BOTH, ["Q3_K"]),
     ],
 )
 def test_gguf_experts_go_by_type(tmp_path, types, where, host_types):

@@ -2,6 +2,7 @@
 
 import ctypes
 
+import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,11 +11,12 @@ from hypothesis import strategies as st
 from checkpoint_fixtures import E4M3
 from conftest import BF16_KERNELS
 from hybrid_moe_ext import _native
-from weights import GROUP, Weights, random_weights, tolerance
+from quantised import FORMATS, decode
+from weights import GROUP, Weights, met_by, random_weights, tolerance, whole_groups
 
 LIB = _native.library()
 ISAS = LIB.hybrid_moe_available_isas().decode().split()
-KINDS = ["FP8", "BF16", "F16", "F32", "Q8_0"]
+KINDS = ["FP8", "BF16", "F16", "F32", *FORMATS]
 DOT, GEMM = 0, 1
 
 
@@ -36,9 +38,9 @@ def matmul(isa: str, kernel: int, w: Weights, x: np.ndarray) -> np.ndarray:
 
 def check(isa: str, kernel: int, w: Weights, m: int, rng: np.random.Generator) -> None:
     x = rng.standard_normal((m, w.values.shape[1])).astype(np.float32)
-    exact = x.astype(np.float64) @ w.values.T
-    error = np.abs(matmul(isa, kernel, w, x) - exact)
-    limit = tolerance(w.values, x)
+    met = met_by(w.kind, isa, x)
+    error = np.abs(matmul(isa, kernel, w, x) - met @ w.values.T)
+    limit = tolerance(w, met)
     if isa in BF16_KERNELS and kernel == DOT and w.kind == "FP8":  # activations are rounded to BF16 there
         limit = 2.0**-8 * (np.abs(x).astype(np.float64) @ np.abs(w.values).T)
     assert np.all(error <= limit), f"largest error {error.max()}"
@@ -83,7 +85,7 @@ def test_every_fp8_code(isa):
 )
 def test_shapes(isa, kernel, kind, rows, k):
     rng = np.random.default_rng(rows * k)
-    w = random_weights(kind, rows, k, rng)
+    w = random_weights(kind, rows, whole_groups(kind, k), rng)
     for m in (1, 2, 3, 4, 7, 100):
         check(isa, kernel, w, m, rng)
 
@@ -93,7 +95,7 @@ def test_shapes(isa, kernel, kind, rows, k):
     kind=st.sampled_from(KINDS),
     rows=st.integers(1, 150),
     groups=st.integers(1, 300),
-    m=st.integers(0, 9),
+    m=st.integers(0, 20),
     block=st.tuples(st.integers(1, 140), st.integers(1, 140)),
     kernel=st.sampled_from([DOT, GEMM]),
     seed=st.integers(0, 2**32 - 1),
@@ -101,7 +103,7 @@ def test_shapes(isa, kernel, kind, rows, k):
 def test_any_shape(kind, rows, groups, m, block, kernel, seed):
     """Rows and columns that are no multiple of anything, scale blocks of any size, no tokens at all."""
     rng = np.random.default_rng(seed)
-    k = groups * GROUP[kind] if kind != "Q8_0" else min(groups, 20) * 32
+    k = groups * GROUP[kind] if GROUP[kind] == 1 else max(1, groups % (2048 // GROUP[kind])) * GROUP[kind]
     w = random_weights(kind, rows, k, rng, block)
     for isa in ISAS:
         check(isa, kernel, w, m, rng)
@@ -112,7 +114,7 @@ def test_any_shape(kind, rows, groups, m, block, kernel, seed):
 def test_unaligned_weights(isa, kind):
     """Safetensors promise no alignment."""
     rng = np.random.default_rng(5)
-    w = random_weights(kind, 9, 96, rng)
+    w = random_weights(kind, 9, whole_groups(kind, 96), rng)
     shifted = np.empty(w.codes.size + 1, np.uint8)
     shifted[1:] = w.codes.reshape(-1)
     check(isa, DOT, Weights(kind, shifted[1:].reshape(w.codes.shape), w.values, w.scales, w.block), 2, rng)
@@ -123,14 +125,79 @@ def test_unaligned_weights(isa, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_and_infinity_propagate(isa, kernel, kind):
     rng = np.random.default_rng(6)
-    w = random_weights(kind, 20, 96, rng)
-    x = rng.standard_normal((8, 96)).astype(np.float32)
+    w = random_weights(kind, 20, whole_groups(kind, 96), rng)
+    x = rng.standard_normal((8, w.values.shape[1])).astype(np.float32)
     x[3, 17], x[5, 95] = np.nan, np.inf
     y = matmul(isa, kernel, w, x)
+    met = met_by(kind, isa, x)
     with np.errstate(invalid="ignore"):
-        exact = x.astype(np.float64) @ w.values.T
+        exact = met @ w.values.T
     assert np.array_equal(np.isnan(y), np.isnan(exact))
     assert np.array_equal(np.isinf(y), np.isinf(exact))
+    good = np.isfinite(x).all(-1)
+    assert np.all(np.abs(y[good] - exact[good]) <= tolerance(w, met[good])), "a bad token row spoils no other"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_quantised_codes(isa, kind):
+    """Every bit pattern of random blocks against the definition, and the definition as the tests have it against gguf-py's."""
+    rng = np.random.default_rng(7)
+    w = random_weights(kind, 50, 512, rng)
+    out = np.empty(w.values.shape, np.float32)
+    _native.check(LIB.hybrid_moe_expand(isa.encode(), matrix(w), out.ctypes.data))
+    assert np.array_equal(out, w.values.astype(np.float32))
+    theirs = gguf.quants.dequantize(w.codes, gguf.GGMLQuantizationType[kind])
+    np.testing.assert_allclose(w.values, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind, at", [("MXFP4", 0), ("NVFP4", 0)])
+def test_every_scale_code(isa, kind, at):
+    """All codes of 8-bit scales. Two have another value in ggml than in their formats' definitions: NaN there."""
+    f = FORMATS[kind]
+    codes = np.zeros((256, f.n_bytes), np.uint8)
+    codes[:, at] = np.arange(256)
+    codes[:, f.n_bytes - f.n // 2 :] = np.arange(f.n // 2) * 37
+    values = decode(kind, codes)[0]
+    if kind == "NVFP4":
+        codes, values = codes[:128], values[:128]
+    out = np.empty(values.shape, np.float32)
+    c = _native.MatrixC(_native.WEIGHT_TYPES[kind], codes.ctypes.data, len(codes), f.n)
+    _native.check(LIB.hybrid_moe_expand(isa.encode(), c, out.ctypes.data))
+    with np.errstate(over="ignore"):
+        assert np.array_equal(out, values.astype(np.float32))
+    x = np.ones((1, f.n), np.float32)
+    y = np.empty((1, len(codes)), np.float32)
+    _native.check(LIB.hybrid_moe_matmul(isa.encode(), DOT, c, 1, x.ctypes.data, y.ctypes.data))
+    met = met_by(kind, isa, x)
+    w = Weights(kind, codes, values, terms=decode(kind, codes)[1])
+    small = np.abs(values).max(-1) < 1e33  # beyond, sums overflow
+    assert np.all((np.abs(y - met @ values.T) <= tolerance(w, met) + 1e-36)[:, small])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_long_rows_and_many_tokens(isa, kind):
+    """More columns than activations are rounded at once, more token rows than share a pass, group sizes of every kind."""
+    rng = np.random.default_rng(9)
+    w = random_weights(kind, 3, 8192 + 4096 + GROUP[kind], rng)
+    for m in (1, 2, 3, 4, 5, 8, 9, 33):
+        check(isa, DOT if m < 6 else GEMM, w, m, rng)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-33, 1e-7, 1e5, 4e6, 5e6, 1e30])
+def test_activations_of_any_size(isa, kind, size):
+    """Zeros, values that no int8 block can hold, F16 scales at both ends of their range, several largest magnitudes."""
+    rng = np.random.default_rng(10)
+    w = random_weights(kind, 5, 512, rng)
+    x = (rng.uniform(-1, 1, (2, 512)) * size).astype(np.float32)
+    x[1] = np.where(rng.integers(0, 2, 512), size, -size)
+    y = matmul(isa, DOT, w, x)
+    met = met_by(kind, isa, x)
+    assert np.all(np.abs(y - met @ w.values.T) <= tolerance(w, met) + size * 1e-6 * (size < 2.0**-100))
 
 
 @pytest.mark.parametrize("isa", ISAS)

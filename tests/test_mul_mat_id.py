@@ -1,15 +1,20 @@
 """MUL_MAT_ID on our device, as a host calls it, against float64: shapes, routing, broadcasting, threads, faults."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ggml_graph import ABORT_CALLBACK, ABORTED, FAILED, SUCCESS, expert_files, mul_mat_id
-from hybrid_moe_ext import counters
-from weights import Weights, random_weights, tolerance
+from hybrid_moe_ext import counters, register
+from quantised import FORMATS
+from weights import GROUP, Weights, met_by, random_weights, tolerance, whole_groups
 
-KINDS = ["FP8", "BF16", "F16", "F32", "Q8_0"]
+KINDS = ["FP8", "BF16", "F16", "F32", *FORMATS]
 
 
 def run(tmp_path, w: Weights, x, ids, **options):
@@ -21,11 +26,12 @@ def run(tmp_path, w: Weights, x, ids, **options):
 def check(tmp_path, w: Weights, x: np.ndarray, ids: np.ndarray, **options) -> None:
     status, y = run(tmp_path, w, x, ids, **options)
     assert status == SUCCESS
+    isa = register().isa
     for t in range(len(ids)):
         for s, expert in enumerate(ids[t]):
-            row = x[t, s % x.shape[1]][None]
-            exact = row.astype(np.float64) @ w.values[expert].T
-            assert np.all(np.abs(y[t, s] - exact[0]) <= tolerance(w.values[expert], row)[0]), (t, s, expert)
+            row = met_by(w.kind, isa, x[t, s % x.shape[1]][None])
+            exact = row @ w.values[expert].T
+            assert np.all(np.abs(y[t, s] - exact[0]) <= tolerance(w, row, expert)[0]), (t, s, expert)
 
 
 def inputs(rng, n_tokens, n_slots, k, n_expert, n_used):
@@ -39,6 +45,7 @@ def inputs(rng, n_tokens, n_slots, k, n_expert, n_used):
 @pytest.mark.parametrize("rows, k", [(192, 96), (72, 320), (576, 160)])
 def test_shapes_and_batches(tmp_path, kind, n_tokens, rows, k):
     rng = np.random.default_rng(1)
+    k = whole_groups(kind, k)
     w = random_weights(kind, rows, k, rng, n_expert=6)
     before = counters()
     check(tmp_path, w, *inputs(rng, n_tokens, 1, k, 6, 3))
@@ -87,22 +94,45 @@ def test_repeated_ids_and_a_view_of_ids(tmp_path):
 )
 def test_anything(tmp_path, kind, rows, groups, n_expert, n_used, n_tokens, n_threads, seed):
     rng = np.random.default_rng(seed)
-    w = random_weights(kind, rows, groups * 32, rng, n_expert=n_expert)
-    x = rng.standard_normal((n_tokens, 1, groups * 32)).astype(np.float32)
+    k = whole_groups(kind, groups * 32)
+    w = random_weights(kind, rows, k, rng, n_expert=n_expert)
+    x = rng.standard_normal((n_tokens, 1, k)).astype(np.float32)
     ids = rng.integers(0, n_expert, (n_tokens, n_used)).astype(np.int32)
     check(tmp_path, w, x, ids, n_threads=min(n_threads, 2))
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
-def test_same_as_the_cpu_back_end(tmp_path, kind):
-    """The stock CPU quantises activations for Q8_0 and rounds them for BF16 and F16, so it is only close."""
+@pytest.mark.parametrize("n_tokens", [1, 10, 70])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *FORMATS])
+def test_same_as_the_cpu_back_end(tmp_path, kind, n_tokens):
+    """The stock CPU rounds activations for BF16 and F16, so it is only close there; for quantised types so do we."""
     rng = np.random.default_rng(4)
-    w = random_weights(kind, 64, 128, rng, n_expert=4)
-    x, ids = inputs(rng, 10, 1, 128, 4, 2)
+    k = 3 * max(64, GROUP[kind])
+    w = random_weights(kind, 64, k, rng, n_expert=4)
+    x, ids = inputs(rng, n_tokens, 1, k, 4, 2)
     _, ours = run(tmp_path, w, x, ids)
     _, stock = run(tmp_path, w, x, ids, device="CPU")
     nmse = np.sum((ours - stock) ** 2) / np.sum(stock**2)
-    assert nmse < (1e-12 if kind == "F32" else 1e-4)
+    exact = kind == "F32" or (kind in FORMATS and register().isa != "scalar")
+    assert nmse < (1e-12 if exact else 1e-4)
+
+
+def test_quantised_types_are_left_to_stock_where_its_kernels_are_faster():
+    """On the scalar kernels: the host must get a no, so that it keeps its own layouts."""
+    script = (
+        "import ggml_graph, numpy as np, weights;"
+        "w = weights.random_weights('Q4_K', 8, 256, np.random.default_rng(0), n_expert=2);"
+        "ggml_graph.mul_mat_id(w, np.zeros((1, 1, 256), np.float32), np.zeros((1, 1), np.int32))"
+    )
+    for isa, taken in (("scalar", False), (register().isa, register().isa != "scalar")):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=os.path.dirname(__file__),
+            env={**os.environ, "HYBRID_MOE_ISA": isa},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode == 0) == taken
+        assert ("AssertionError" in done.stderr) != taken
 
 
 @pytest.mark.parametrize("bad", [-1, 4, 2**31 - 1, -(2**31)])

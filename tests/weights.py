@@ -9,8 +9,11 @@ import numpy as np
 
 from checkpoint_fixtures import E4M3
 
+import quantised
+
 GGML_TYPES = {"F32": 0, "F16": 1, "Q8_0": 8, "FP8": 24, "BF16": 30}  # FP8 travels as I8
-GROUP = {"F32": 1, "F16": 1, "Q8_0": 32, "FP8": 1, "BF16": 1}
+GGML_TYPES |= {name: f.ggml_type for name, f in quantised.FORMATS.items()}
+GROUP = {"F32": 1, "F16": 1, "FP8": 1, "BF16": 1} | {name: f.n for name, f in quantised.FORMATS.items()}
 
 
 @dataclass
@@ -20,6 +23,12 @@ class Weights:
     values: np.ndarray  # float64 [..., rows, k]
     scales: np.ndarray | None = None  # float32 [..., ceil(rows / block0), ceil(k / block1)]
     block: tuple[int, int] = (0, 0)
+    terms: np.ndarray | None = None  # magnitudes of what a kernel may add up for each value, where larger than the value
+
+
+def whole_groups(kind: str, k: int) -> int:
+    """k, or the next multiple of what a row of that type must have."""
+    return -(-k // GROUP[kind]) * GROUP[kind]
 
 
 def random_weights(
@@ -49,15 +58,24 @@ def random_weights(
     if kind == "BF16":
         bits = (x.view(np.uint32) >> 16).astype(np.uint16)
         return Weights(kind, bits.view(np.uint8), (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64))
-    assert kind == "Q8_0"
-    d = rng.uniform(1e-3, 1e-1, (*lead, rows, k // 32)).astype(np.float16)
-    q = rng.integers(-128, 128, (*lead, rows, k // 32, 32), np.int8)
-    codes = np.concatenate([d[..., None].view(np.uint8), q.view(np.uint8)], -1).reshape(*lead, rows, k // 32 * 34)
-    values = (q.astype(np.float64) * d[..., None].astype(np.float64)).reshape(shape)
-    return Weights(kind, codes, values)
+    codes, values, terms = quantised.random_rows(kind, shape, rng)
+    return Weights(kind, codes, values, terms=terms)
 
 
-def tolerance(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
+def met_by(kind: str, isa: str, x: np.ndarray) -> np.ndarray:
+    """The activations [.., k] that weights of a type meet on an instruction set, as float64: the fast kernels of quantised
+    types round them to int8 as stock ggml does, but for rows with NaN, infinity or huge values."""
+    if kind not in quantised.FORMATS or isa == "scalar":
+        return x.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        fits = np.all(np.abs(x) < 2.0**22, -1, keepdims=True)
+    rounded = quantised.rounded(np.where(fits, x, 0).astype(np.float32), 256 if GROUP[kind] == 256 else 32)
+    return np.where(fits, rounded, x.astype(np.float64))
+
+
+def tolerance(w: Weights, x: np.ndarray, expert: int | None = None) -> np.ndarray:
     """Rounding of float32 dot products of this length, in any order: k x eps x sum of |w||x|, [m, rows]."""
     k = x.shape[-1]
-    return (2.0**-24) * max(k, 8) ** 0.5 * 8 * (np.abs(x).astype(np.float64) @ np.abs(weights).T) + 1e-30
+    terms = np.abs(w.values) if w.terms is None else w.terms
+    terms = terms if expert is None else terms[expert]
+    return (2.0**-24) * max(k, 8) ** 0.5 * 8 * (np.abs(x).astype(np.float64) @ terms.T) + 1e-30

@@ -117,7 +117,7 @@ void expand_quants_scalar(const ExpertMatrix & e, int64_t i_row, int64_t i0, int
     for (int64_t i = i0; i < i0 + n; i += len) decode(e.row(i_row) + size_t(i / len) * group_bytes(e.type), out + (i - i0));
 }
 
-void dot_quants_scalar(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t) {
+void multiply_quants_scalar(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t) {
     const int64_t len = group_len(e.type);
     float w[longest_block];
     for (int64_t r = row0; r < row1; r++) {

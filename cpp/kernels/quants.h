@@ -48,19 +48,19 @@ struct KScales {
     float min(int i) const { return float(mins >> (8 * i) & 63); }
 };
 
-// Types whose few-token products go through dot_quants_*: all with blocks.
+// Types whose products go through multiply_quants_*: all with blocks.
 constexpr bool is_quantised(WeightType type) { return type == WeightType::q8_0 || type >= WeightType::q4_0; }
 
-// As Kernels::dot and Kernels::expand, for quantised types.
+// multiply_*: as Kernels::dot, for any number of token rows of a quantised type. expand_*: as Kernels::expand.
 //
 // scalar: floats throughout.
-void dot_quants_scalar(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t);
+void multiply_quants_scalar(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t);
 void expand_quants_scalar(const ExpertMatrix & e, int64_t i_row, int64_t i0, int64_t n, float * out);
 
 // avx2: activations are rounded to int8 as ggml's CPU back end rounds them for the type (blocks of 32 with an F16 scale,
 // or of 256 with a float scale for the 256-value types), integer sums are exact, and floats are added per block. Token
 // rows with NaN, infinity or a magnitude of 2^22 or more are multiplied as floats instead.
-void dot_quants_avx2(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t);
+void multiply_quants_avx2(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t);
 void expand_quants_avx2(const ExpertMatrix & e, int64_t i_row, int64_t i0, int64_t n, float * out);
 
 }  // namespace hybrid_moe

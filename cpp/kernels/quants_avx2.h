@@ -41,15 +41,16 @@ inline __m256 half_e8m0(__m128i codes) {
                                                 _mm256_slli_epi32(_mm256_add_epi32(e, one), 21)));
 }
 
-// Halves of the four scales of an NVFP4 block. The bits of E4M3 as the top of a float are its value x 2^-120; the product
+// Halves of the four scales of two NVFP4 blocks. The bits of E4M3 as the top of a float are its value x 2^-120; the product
 // is exact, subnormals included. 0x7F counts as 0.
-inline __m128 half_ue4m3(const uint8_t * p) {
-    int32_t four;
-    __builtin_memcpy(&four, p, sizeof four);
-    const __m128i codes = _mm_cvtepu8_epi32(_mm_cvtsi32_si128(four));
-    const __m128i nan = _mm_cmpeq_epi32(codes, _mm_set1_epi32(0x7F));
-    const __m128i bits = _mm_slli_epi32(_mm_and_si128(_mm_andnot_si128(nan, codes), _mm_set1_epi32(0x7F)), 20);
-    return _mm_mul_ps(_mm_castsi128_ps(bits), _mm_set1_ps(0x1p119f));
+inline __m256 half_ue4m3(const uint8_t * p, const uint8_t * q) {
+    uint32_t a, b;
+    __builtin_memcpy(&a, p, sizeof a);
+    __builtin_memcpy(&b, q, sizeof b);
+    const __m256i codes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(uint64_t(b) << 32 | a)));
+    const __m256i nan = _mm256_cmpeq_epi32(codes, _mm256_set1_epi32(0x7F));
+    const __m256i bits = _mm256_slli_epi32(_mm256_and_si256(_mm256_andnot_si256(nan, codes), _mm256_set1_epi32(0x7F)), 20);
+    return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p119f));
 }
 
 // 16 bytes to 32 nibbles: low ones in the low half, high ones in the high half.
@@ -83,6 +84,11 @@ inline float sum_of(__m256 v) {
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     const __m128 two  = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+inline __m128 sums_of(__m256 a, __m256 b, __m256 c, __m256 d) {
+    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
 }
 
 }  // namespace

@@ -55,8 +55,8 @@ struct Mxfp4 {
 
 struct Nvfp4 {
     static void expand(const uint8_t * p, float * out) {
-        alignas(16) float d[4];
-        _mm_store_ps(d, half_ue4m3(p));
+        alignas(32) float d[8];
+        _mm256_store_ps(d, half_ue4m3(p, p));
         for (int s = 0; s < 4; s += 2) {
             // Nibbles of 16 bytes: per 8 bytes the low ones, then the high ones.
             const __m256i codes = _mm256_permute4x64_epi64(look_up(e2m1_doubled, nibbles(p + 4 + 8 * s)), _MM_SHUFFLE(3, 1, 2, 0));

@@ -7,6 +7,7 @@ namespace {
 struct Vec {
     static constexpr int   width    = 1;
     static constexpr float fp8_unit = 1.0f;  // from_fp8 returns the code's value itself
+    static constexpr int   gemm_tokens = 6;
     float v;
 
     // Floating-point environment of a kernel call; plain floats need none.
@@ -30,13 +31,27 @@ struct Vec {
     static inline Vec from_i8(const uint8_t * p) { return {float(int8_t(*p))}; }
     static inline Vec from_bf16(const uint8_t * p);
     static inline Vec from_f16(const uint8_t * p);
-    static constexpr auto dot_quants    = dot_quants_scalar;
+    static constexpr auto multiply_quants    = multiply_quants_scalar;
     static constexpr auto expand_quants = expand_quants_scalar;
 };
 
 }  // namespace
 
 #include "body.h"
+
+namespace {
+
+inline void turn_floats(const float * in, int64_t rows, int64_t n, float * out) {
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t i = 0; i < n; i++) out[i * rows + r] = in[r * piece_k + i];
+    }
+}
+
+template <WeightType T> bool turn_codes(const ExpertMatrix &, int64_t, int64_t, int64_t, int64_t, float *) { return false; }
+
+}  // namespace
+
+#include "body_gemm.h"
 
 namespace {
 

@@ -60,17 +60,33 @@ void ExpertTensor::allocate_scales() {
     void * p = mmap(nullptr, map_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) throw std::runtime_error(name_ + ": no address space for its scales");
     scale_ = static_cast<float *>(p);
-    ready_.reset(new std::atomic<bool>[size_t(shape_.n_expert)]());
+    expect_first_use();
+}
+
+void ExpertTensor::expect_first_use() {
+    if (!ready_) ready_.reset(new std::atomic<bool>[size_t(shape_.n_expert)]());
+}
+
+bool ExpertTensor::copy_to_memory() {
+    if (!origin_.empty()) copy_ = shared_copy(name_, origin_, shape_.n_expert, shape_.n_rows, shape_.row_bytes);
+    if (copy_) expect_first_use();
+    return bool(copy_);
+}
+
+const std::vector<RowPart> & ExpertTensor::parts() const {
+    static const std::vector<RowPart> none;
+    return copy_ ? copy_->parts() : none;
 }
 
 ExpertTensor::~ExpertTensor() {
     if (scale_) munmap(scale_, map_bytes_);
 }
 
-ExpertMatrix ExpertTensor::matrix(int64_t i_expert) const {
+ExpertMatrix ExpertTensor::matrix(int64_t i_expert, int64_t row, int64_t & row_end) const {
     ExpertMatrix e;
+    row_end      = shape_.n_rows;
     e.type       = shape_.type;
-    e.w          = codes_[size_t(i_expert)];
+    e.w          = copy_ ? copy_->rows_at(i_expert, row, row_end) : codes_[size_t(i_expert)];
     e.row_bytes  = shape_.row_bytes;
     e.n_rows     = shape_.n_rows;
     e.k          = shape_.k;
@@ -126,11 +142,9 @@ const char * ExpertTensor::choose_scales(int64_t i_expert) {
     return nullptr;
 }
 
-const char * ExpertTensor::make_ready(int64_t i_expert, const Kernels & kernels) {
-    if (const char * already = rejected_.load(std::memory_order_acquire)) return already;
+const char * ExpertTensor::check_codes(int64_t i_expert, const Kernels & kernels) {
     const size_t n = size_t(shape_.n_rows) * shape_.row_bytes;
     const uint8_t * codes = codes_[size_t(i_expert)];
-    read_ahead(codes, n);
     if (const char * unknown = choose_scales(i_expert)) return unknown;
     float * to = scale_ + grid_len_ * size_t(i_expert);
     for (size_t i = 0; i < grid_len_; i++) {
@@ -139,6 +153,17 @@ const char * ExpertTensor::make_ready(int64_t i_expert, const Kernels & kernels)
         to[i] = s;
     }
     if (kernels.has_fp8_nan(codes, n)) return reject(i_expert, "a weight is NaN (E4M3 code 0x7F or 0xFF)");
+    return nullptr;
+}
+
+const char * ExpertTensor::make_ready(int64_t i_expert, const Kernels & kernels) {
+    if (const char * already = rejected_.load(std::memory_order_acquire)) return already;
+    const uint8_t * codes = codes_[size_t(i_expert)];
+    read_ahead(codes, size_t(shape_.n_rows) * shape_.row_bytes);
+    if (scale_) {
+        if (const char * what = check_codes(i_expert, kernels)) return what;
+    }
+    if (copy_) copy_->fetch(i_expert, codes);
     ready_[size_t(i_expert)].store(true, std::memory_order_release);
     return nullptr;
 }

@@ -58,8 +58,17 @@ def random_codes(kind: str, rows: int, k: int, n_expert: int, rng: np.random.Gen
         n = rows * k // n_block
         one = np.resize(block, (n, block.shape[1])).reshape(rows, -1)
     else:
-        one = rng.integers(0, 0x7F, (rows, k), np.uint8) | (rng.integers(0, 2, (rows, k), np.uint8) << 7)
+        one = np.resize(_e4m3_of_normal(1 << 20, rng), (rows, k))
     return np.ascontiguousarray(np.broadcast_to(one, (n_expert, *one.shape)))
+
+
+def _e4m3_of_normal(n: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Codes as checkpoints have them: normally distributed, the largest of a block at 448. Rounding is toward zero."""
+    magnitude = np.minimum(np.abs(rng.standard_normal(n)) * (448 / 4), 448)
+    exponent = np.clip(np.floor(np.log2(np.maximum(magnitude, 2.0**-6))), -6, 8)
+    fraction = np.floor(magnitude / 2.0**exponent * 8).astype(np.int64)  # below 8: subnormal
+    codes = np.where(fraction < 8, fraction, (exponent.astype(np.int64) + 6) * 8 + fraction)
+    return (np.minimum(codes, 0x7E) | rng.integers(0, 2, n) << 7).astype(np.uint8)
 
 
 def _write_fp8(folder: Path, name: str, codes: NDArray[np.uint8], rng: np.random.Generator) -> ExpertTensor:

@@ -18,6 +18,7 @@ from .. import __version__
 from ..errors import CheckpointError, OptionError
 from ..host_env import host_env as describe_host_env
 from ..info import PARTS, ModelInfo, describe_model
+from ..machine import default_threads
 from ..options import Options
 from . import bench as run_bench
 from .convert import FP8_NOTE
@@ -25,7 +26,6 @@ from .convert import run as run_convert
 from .generate import Request, Result
 from .generate import run as generate
 from .terminal import note, set_log, write
-from .threads import default_threads
 
 DEMO_MODEL = "tiny-deepseek-v3-fp8"
 DEMO_PROMPT = "The licenses for most software are designed to"

@@ -16,6 +16,8 @@ from .. import Llama, counters
 from .._native import ggml_function
 from ..errors import HybridMoeError, OptionError
 from ..info import BOTH, HOST, OURS, ModelInfo, describe_model
+from ..machine import Copies, copies
+from ..options import Options
 from .terminal import last_errors, progress_bar
 
 DEFAULT_CTX = 4096
@@ -40,6 +42,7 @@ class Result:
     expert_matmuls: int  # expert matrix products that the plug-in computed for this prompt
     model: str
     architecture: str
+    copies: Copies | None  # of experts in memory; None: they are used from their files
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,6 +54,7 @@ class Result:
             f"decode: {max(0, self.tokens - 1)} tokens, {decode}",
             f"device: {self.device}, {self.threads} thread{'s' if self.threads > 1 else ''}",
             f"experts: {self._where()}",
+            *(self.copies.lines() if self.copies else ()),
         ]
 
     def _where(self) -> str:
@@ -117,6 +121,7 @@ def run(request: Request, show: Callable[[str], None]) -> Result:
             expert_matmuls=matmuls,
             model=request.model,
             architecture=info.architecture,
+            copies=copies() if Options.resolve(None, **request.options).experts_memory == "copy" else None,
         )
     finally:
         llm.close()
