@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from hybrid_moe_ext import OptionError, PluginError, counters, register
-from hybrid_moe_ext.bench import Limits, bench_kernels, bench_layer, torch_peer
+from hybrid_moe_ext.bench import Limits, bench_kernels, bench_layer, measure_limits, torch_peer
 from hybrid_moe_ext.bench import kernels as kernels_module
 from hybrid_moe_ext.bench import layer as layer_module
 from hybrid_moe_ext.bench import limits as limits_module
 from hybrid_moe_ext.bench.graph import LayerGraph, Shape
+from hybrid_moe_ext.cli import bench as cli_module
 from hybrid_moe_ext.cli import run as command_line
 
 LIMITS = Limits(1, 10.0, 100.0)
@@ -23,7 +24,6 @@ def small(monkeypatch):
     monkeypatch.setitem(layer_module.SHAPES, "odd", Shape(288, 96, 8, 2))
     monkeypatch.setattr(kernels_module, "COLD_BYTES", 1 << 20)
     monkeypatch.setattr(kernels_module, "ROUND_S", 1e-4)
-    monkeypatch.setattr(limits_module, "READ_BYTES", 16 << 20)
     monkeypatch.setattr(kernels_module.os, "sysconf", lambda name: 0)
     register()
 
@@ -81,12 +81,19 @@ def test_unknown_shapes_and_types(shape, kinds, message):
         list(bench_kernels([shape], kinds, [1], 1, LIMITS))
 
 
+def test_limits(monkeypatch):
+    monkeypatch.setattr(limits_module, "READ_BYTES", 16 << 20)
+    limits = measure_limits(1)
+    assert limits.n_threads == 1 and limits.read_gbps > 0.1 and limits.fma_gflops > 0.1
+
+
 @pytest.mark.parametrize("command", [["kernels", "--shapes"], ["layer", "--shape"]])
-def test_command_line(command, capfd):
+def test_command_line(command, capfd, monkeypatch):
+    monkeypatch.setattr(cli_module, "measure_limits", lambda n_threads: LIMITS)
     arguments = ["bench", *command, "small", "--types", "bf16", "--rows", "1", "--rounds", "1", "--threads", "1"]
     assert command_line([*arguments, "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
-    assert told["limits"]["read_gbps"] > 0 and {r["engine"] for r in told["results"]} >= {"hybrid-moe", "ggml"}
+    assert told["limits"]["read_gbps"] == 10 and {r["engine"] for r in told["results"]} >= {"hybrid-moe", "ggml"}
     assert command_line(arguments) == 0
     table = capfd.readouterr().out
     assert "hybrid-moe" in table and re.search(r"\d\.\d\dx", table)

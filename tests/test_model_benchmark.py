@@ -1,14 +1,17 @@
 """The model benchmark: its file is a model that both hosts run, each host is what it says, and wrong logits are not timed."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from hybrid_moe_ext import OptionError, PluginError
+from hybrid_moe_ext.bench import ModelResult
 from hybrid_moe_ext.bench import model as model_module
 from hybrid_moe_ext.bench.model_file import ModelShape, model_file
 from hybrid_moe_ext.checkpoint import trailer
+from hybrid_moe_ext.cli import bench as cli_module
 from hybrid_moe_ext.cli import run as command_line
 from hybrid_moe_ext.info import OURS, describe_model
 from hybrid_moe_ext.options import Options
@@ -68,9 +71,13 @@ def test_refusals(tmp_path):
         list(model_module.bench_model(["FP8"], 1, 1, Options(), tmp_path / "nowhere"))
 
 
-def test_command_line(tmp_path, capfd):
+def test_command_line(tmp_path, capfd, monkeypatch):
     arguments = ["bench", "model", "--types", "q8_0", "--rounds", "1", "--threads", "1", "--folder", str(tmp_path)]
     assert command_line([*arguments, "--json"]) == 0
-    assert {r["engine"] for r in json.loads(capfd.readouterr().out)["results"]} == {"hybrid-moe", "llama.cpp"}
+    told = [ModelResult(**r) for r in json.loads(capfd.readouterr().out)["results"]]
+    assert {r.engine for r in told} == {"hybrid-moe", "llama.cpp"}
+    told = [replace(r, seconds=2.0 if r.engine == "llama.cpp" else 1.6) for r in told]
+    monkeypatch.setattr(cli_module, "bench_model", lambda *_: told)
     assert command_line(arguments) == 0
-    assert "vs llama.cpp" in capfd.readouterr().out
+    table = capfd.readouterr().out
+    assert "vs llama.cpp" in table and table.count("1.25x") == 2
