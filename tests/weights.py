@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from checkpoint_fixtures import E4M3
-
 import quantised
+from checkpoint_fixtures import E4M3
 
 GGML_TYPES = {"F32": 0, "F16": 1, "Q8_0": 8, "FP8": 24, "BF16": 30}  # FP8 travels as I8
 GGML_TYPES |= {name: f.ggml_type for name, f in quantised.FORMATS.items()}
@@ -23,7 +22,7 @@ class Weights:
     values: np.ndarray  # float64 [..., rows, k]
     scales: np.ndarray | None = None  # float32 [..., ceil(rows / block0), ceil(k / block1)]
     block: tuple[int, int] = (0, 0)
-    terms: np.ndarray | None = None  # magnitudes of what a kernel may add up for each value, where larger than the value
+    terms: np.ndarray | None = None  # magnitudes of what a kernel may add up for each value, where larger than that
 
 
 def whole_groups(kind: str, k: int) -> int:

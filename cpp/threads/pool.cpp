@@ -94,18 +94,18 @@ bool Pool::create() {
 }
 
 // The idle workers with the lowest numbers: they alternate between nodes as the order of CPUs does.
-std::vector<Pool::Worker *> Pool::take(int n) {
+void Pool::take(int n, std::vector<Worker *> & taken) {
     const std::lock_guard<std::mutex> lock(mutex_);
     while (int(idle_.size()) < n && create()) {}
     std::sort(idle_.begin(), idle_.end(), [](const Worker * a, const Worker * b) { return a->number > b->number; });
     const size_t n_taken = std::min(idle_.size(), size_t(n));
-    std::vector<Worker *> taken(idle_.rbegin(), idle_.rbegin() + long(n_taken));
+    taken.assign(idle_.rbegin(), idle_.rbegin() + long(n_taken));
     idle_.resize(idle_.size() - n_taken);
-    return taken;
 }
 
 void Pool::run(int n_threads, TeamFunction f, void * context) {
-    const std::vector<Worker *> team = take(n_threads - 1);
+    thread_local std::vector<Worker *> team;  // kept: a region allocates nothing
+    take(n_threads - 1, team);
     Region region{f, context, int(team.size()) + 1, {int(team.size())}};
     int i_thread = 1;
     for (Worker * worker : team) {

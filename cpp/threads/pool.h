@@ -31,7 +31,7 @@ public:
 private:
     struct Region;
     struct Worker;
-    std::vector<Worker *> take(int n);
+    void take(int n, std::vector<Worker *> & taken);
     bool create();
     void work(Worker & worker);
 

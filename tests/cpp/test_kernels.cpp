@@ -1,6 +1,6 @@
 // Every kernel table that this CPU runs against double precision, on small shapes: for emulated CPUs, where Python is too
 // slow. Arguments: names that must be among them. Prints a line per table, exits 0 when all agree.
-#include "kernels/kernels.h"
+#include "kernels/quants.h"
 
 #include <cmath>
 #include <cstdio>
@@ -35,8 +35,37 @@ struct Case {
     std::vector<double>  values;  // [n_rows][k]
 };
 
-Case make(WeightType type, int64_t n_rows, int64_t k, int64_t block_rows, int64_t block_k) {
+// Where the F16 numbers of a block of a quantised type lie that scale all of it, -1 for none.
+struct ScalesAt { int first, second; };
+ScalesAt scales_at(WeightType type) {
+    if (type == WeightType::q4_k || type == WeightType::q5_k) return {0, 2};
+    if (type == WeightType::q6_k) return {208, -1};
+    return type == WeightType::mxfp4 || type == WeightType::nvfp4 ? ScalesAt{-1, -1} : ScalesAt{0, -1};
+}
+
+// Random blocks; their values are those of the scalar decoder, which test_kernels.py holds against the definitions.
+void make_quantised(Case & c, uint8_t * w) {
+    const size_t group = group_bytes(c.e.type);
+    for (size_t i = 0; i < c.e.row_bytes * size_t(c.e.n_rows); i++) w[i] = uint8_t(random_bits() >> 24);
+    for (uint8_t * block = w; block < w + c.e.row_bytes * size_t(c.e.n_rows); block += group) {
+        const ScalesAt at = scales_at(c.e.type);
+        for (const int i : {at.first, at.second}) {
+            const uint16_t d = uint16_t(0x2000 + (random_bits() >> 24));
+            if (i >= 0) memcpy(block + i, &d, 2);
+        }
+        if (c.e.type == WeightType::mxfp4) block[0] = uint8_t(120 + block[0] % 8);
+        for (int i = 0; c.e.type == WeightType::nvfp4 && i < 4; i++) block[i] &= 0x3F;
+    }
+    std::vector<float> row(size_t(c.e.k));
+    for (int64_t r = 0; r < c.e.n_rows; r++) {
+        expand_quants_scalar(c.e, r, 0, c.e.k, row.data());
+        c.values.insert(c.values.end(), row.begin(), row.end());
+    }
+}
+
+Case make(WeightType type, int64_t n_rows, int64_t wanted_k, int64_t block_rows, int64_t block_k) {
     Case c;
+    const int64_t k = (wanted_k + group_len(type) - 1) / group_len(type) * group_len(type);
     c.e.type = type;
     c.e.row_bytes = size_t(k / group_len(type)) * group_bytes(type);
     c.e.n_rows = n_rows;
@@ -50,6 +79,10 @@ Case make(WeightType type, int64_t n_rows, int64_t k, int64_t block_rows, int64_
         const int64_t grid = (n_rows + block_rows - 1) / block_rows * c.e.n_k_blocks();
         for (int64_t i = 0; i < grid; i++) c.scale.push_back(0.01f + std::fabs(random_float()));
         c.e.scale = c.scale.data();
+    }
+    if (is_quantised(type)) {
+        make_quantised(c, w);
+        return c;
     }
     for (int64_t r = 0; r < n_rows; r++) {
         for (int64_t i = 0; i < k; i++) {
@@ -73,21 +106,10 @@ Case make(WeightType type, int64_t n_rows, int64_t k, int64_t block_rows, int64_
                 float rounded;
                 memcpy(&rounded, &bits, 4);
                 v = rounded;
-            } else if (type == WeightType::f16) {
+            } else {
                 const uint16_t h = uint16_t(random_bits() >> 16) & 0xBFFF;
                 memcpy(row + 2 * i, &h, 2);
                 v = value_of_f16(h);
-            } else {
-                uint8_t * block = row + i / 32 * 34;
-                if (i % 32 == 0) {
-                    const uint16_t d = uint16_t(0x2000 + (random_bits() >> 24));
-                    memcpy(block, &d, 2);
-                }
-                uint16_t d;
-                memcpy(&d, block, 2);
-                const int8_t q = int8_t(random_bits() >> 24);
-                block[2 + i % 32] = uint8_t(q);
-                v = value_of_f16(d) * q;
             }
             c.values.push_back(v);
         }
@@ -95,8 +117,10 @@ Case make(WeightType type, int64_t n_rows, int64_t k, int64_t block_rows, int64_
     return c;
 }
 
-// bf16_x: the table rounds the activations of FP8 products to BF16.
-bool check(const Kernels & kernels, const Case & c, int64_t m, bool gemm, bool bf16_x) {
+// How the table rounds activations, relative to the largest of a block: BF16 for FP8 products, int8 for quantised types.
+enum class Rounding { none, bf16, int8 };
+
+bool check(const Kernels & kernels, const Case & c, int64_t m, bool gemm, Rounding rounding) {
     const int64_t k = c.e.k, n = c.e.n_rows;
     std::vector<float> x(size_t(m * k)), y(size_t(m * n), NAN);
     for (float & f : x) f = random_float();
@@ -118,7 +142,10 @@ bool check(const Kernels & kernels, const Case & c, int64_t m, bool gemm, bool b
                 exact += c.values[size_t(r * k + i)] * double(x[size_t(j * k + i)]);
                 sum += std::fabs(c.values[size_t(r * k + i)] * double(x[size_t(j * k + i)]));
             }
-            const double limit = sum * (bf16_x ? 0x1p-8 : 0x1p-20) + 1e-30;
+            double limit = sum * (rounding == Rounding::bf16 ? 0x1p-8 : 0x1p-20) + 1e-30;
+            if (rounding == Rounding::int8) {  // |x| <= 1, so half a step is at most 0.5 / 127; F16 scales add 2^-11 of x
+                for (int64_t i = 0; i < k; i++) limit += std::fabs(c.values[size_t(r * k + i)]) * (0.51 / 127 + 0x1p-11);
+            }
             if (!(std::fabs(double(y[size_t(j * n + r)]) - exact) <= limit)) {
                 printf("%s: %s %s rows %lld k %lld m %lld: row %lld is %g, not %g\n", kernels.name, name_of(c.e.type), gemm ? "gemm" : "dot",
                        (long long) n, (long long) k, (long long) m, (long long) r, double(y[size_t(j * n + r)]), exact);
@@ -174,7 +201,10 @@ bool check_all(const Kernels & kernels) {
             const Case c = make(WeightType(type), s[0], s[1], s[2], s[3]);
             for (int64_t m : {1, 2, 3, 4, 7}) {
                 for (bool gemm : {false, true}) {
-                    if (!check(kernels, c, m, gemm, bf16 && type == int(WeightType::fp8_e4m3) && !gemm)) return false;
+                    Rounding rounding = Rounding::none;
+                    if (bf16 && WeightType(type) == WeightType::fp8_e4m3 && !gemm) rounding = Rounding::bf16;
+                    if (strcmp(kernels.name, "scalar") && is_quantised(WeightType(type))) rounding = Rounding::int8;
+                    if (!check(kernels, c, m, gemm, rounding)) return false;
                 }
             }
         }
