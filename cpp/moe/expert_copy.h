@@ -36,6 +36,8 @@ public:
     // Copies the expert from `from` unless it is there. May be called by several threads; when it returns, it is there.
     void fetch(int64_t i_expert, const uint8_t * from);
 
+    bool has(int64_t i_expert) const { return is_there_[size_t(i_expert)].load(std::memory_order_acquire); }
+
     const std::vector<RowPart> & parts() const { return parts_; }
 
     // The address that row 0 of the expert would have if all its rows lay like those of the part that holds `row`; the

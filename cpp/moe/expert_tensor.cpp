@@ -35,6 +35,16 @@ void read_ahead(const uint8_t * p, size_t n) {
     madvise(reinterpret_cast<void *>(begin), uintptr_t(p) + n - begin, MADV_WILLNEED);  // advice: may fail
 }
 
+// Bytes that have been copied: the kernel may take these pages before others. Nothing is lost that way.
+void will_not_need(const uint8_t * p, size_t n) {
+#ifdef MADV_COLD
+    const uintptr_t page  = uintptr_t(sysconf(_SC_PAGESIZE));
+    const uintptr_t begin = (uintptr_t(p) + page - 1) & ~(page - 1);
+    const uintptr_t end   = (uintptr_t(p) + n) & ~(page - 1);
+    if (begin < end) madvise(reinterpret_cast<void *>(begin), end - begin, MADV_COLD);
+#endif
+}
+
 }  // namespace
 
 ExpertTensor::ExpertTensor(std::string name, const Shape & shape, std::vector<const uint8_t *> of_expert,
@@ -142,9 +152,7 @@ const char * ExpertTensor::choose_scales(int64_t i_expert) {
     return nullptr;
 }
 
-const char * ExpertTensor::check_codes(int64_t i_expert, const Kernels & kernels) {
-    const size_t n = size_t(shape_.n_rows) * shape_.row_bytes;
-    const uint8_t * codes = codes_[size_t(i_expert)];
+const char * ExpertTensor::expand_scales(int64_t i_expert) {
     if (const char * unknown = choose_scales(i_expert)) return unknown;
     float * to = scale_ + grid_len_ * size_t(i_expert);
     for (size_t i = 0; i < grid_len_; i++) {
@@ -152,18 +160,24 @@ const char * ExpertTensor::check_codes(int64_t i_expert, const Kernels & kernels
         if (!std::isfinite(s)) return reject(i_expert, "a block scale is not finite");
         to[i] = s;
     }
-    if (kernels.has_fp8_nan(codes, n)) return reject(i_expert, "a weight is NaN (E4M3 code 0x7F or 0xFF)");
     return nullptr;
 }
 
 const char * ExpertTensor::make_ready(int64_t i_expert, const Kernels & kernels) {
     if (const char * already = rejected_.load(std::memory_order_acquire)) return already;
+    const size_t n = size_t(shape_.n_rows) * shape_.row_bytes;
     const uint8_t * codes = codes_[size_t(i_expert)];
-    read_ahead(codes, size_t(shape_.n_rows) * shape_.row_bytes);
+    // What another model of the same file has copied, it has also checked: the file need not be read again.
+    const bool is_known_good = copy_ && copy_->has(i_expert);
+    if (!is_known_good) read_ahead(codes, n);
     if (scale_) {
-        if (const char * what = check_codes(i_expert, kernels)) return what;
+        if (const char * what = expand_scales(i_expert)) return what;
+        if (!is_known_good && kernels.has_fp8_nan(codes, n)) return reject(i_expert, "a weight is NaN (E4M3 code 0x7F or 0xFF)");
     }
-    if (copy_) copy_->fetch(i_expert, codes);
+    if (copy_ && !is_known_good) {
+        copy_->fetch(i_expert, codes);
+        will_not_need(codes, n);
+    }
     ready_[size_t(i_expert)].store(true, std::memory_order_release);
     return nullptr;
 }

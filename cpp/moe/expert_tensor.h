@@ -85,7 +85,7 @@ public:
 private:
     void allocate_scales();
     void expect_first_use();
-    const char * check_codes(int64_t i_expert, const Kernels & kernels);
+    const char * expand_scales(int64_t i_expert);
     const char * choose_scales(int64_t i_expert);
     const char * reject(int64_t i_expert, const char * what,
                         const char * remedy = "the checkpoint is damaged, download it again");

@@ -141,7 +141,6 @@ def bench_layer(
     """Yields results as they come, engines of one type next to each other. Weights exist once per type at a time."""
     check_choice([shape_name], kinds)
     shape = SHAPES[shape_name]
-    for kind in kinds:
     rng = np.random.default_rng(0)
     for kind in kinds:
         with TemporaryDirectory(prefix="hybrid-moe-bench-") as folder:
