@@ -156,13 +156,8 @@ def test_ids_out_of_range(bad, whole, n_tokens):
     assert run_layers([layer], x, [route], whole=whole)[0] == SUCCESS and not take_failure()
 
 
-NOT_AS_STOCK = pytest.mark.xfail(strict=True, reason="stock's ReGLU is 0 where the gate is not above 0, ours 0 x up")
-
-
 @pytest.mark.parametrize("n_tokens", [1, 60])
-@pytest.mark.parametrize(
-    "activation", [pytest.param(a, marks=NOT_AS_STOCK) if a == "reglu" else a for a in ACTIVATIONS]
-)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_nan_and_infinity_as_in_stock(activation, n_tokens):
     """Rows with them get NaN and infinity where stock's CPU back end has them; all other rows stay as they were."""
     rng = np.random.default_rng(8)

@@ -31,6 +31,10 @@ struct Vec {
     static Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
     static Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 
+    static Vec where_positive(Vec a, Vec b) {
+        return {_mm256_and_ps(_mm256_cmp_ps(a.v, _mm256_setzero_ps(), _CMP_GT_OQ), b.v)};
+    }
+
     // exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln 2 / 2; Taylor series of exp(r) to r^7, error below 2 ulp.
     // Beyond the range of float: 0 and infinity. NaN stays NaN.
     static Vec exp(Vec a) {

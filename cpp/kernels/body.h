@@ -2,10 +2,9 @@
 // smallest one). No intrinsics and no STL here: inlined library code would carry the file's ISA into other files.
 //
 // Vec: `width`, zero(), set1(float), load(const float *), store(float *), fma(a, b, c) = a * b + c, add, mul, div, min,
-// max (as SSE: the second operand when one is NaN), exp, f16_bits(float) to nearest even, from_fp8 / from_i8 / from_bf16 / from_f16 (width codes at p), reduce4(a, b, c, d, float[4]) = four sums.
-// from_fp8 returns code x 2^-fp8_shift; the shift is folded into the scale. multiply_quants and expand_quants: see quants.h.
-
-#include "numbers.h"
+// max (as SSE: the second operand when one is NaN), where_positive(a, b) = a > 0 ? b : 0, exp, f16_bits(float) to nearest
+// even, from_fp8 / from_i8 / from_bf16 / from_f16 (width codes at p), reduce4(a, b, c, d, float[4]) = four sums. from_fp8 returns
+// code / fp8_unit; the unit is folded into the scale. multiply_quants and expand_quants: see quants.h.
 
 namespace {
 
@@ -220,7 +219,7 @@ void activate(const Activation & a, const float * gate, const float * up, int64_
             break;
         case Activation::swiglu: for_each_vec(gate, up, n, out, [](Vec g, Vec u) { return Vec::mul(sigmoid_times(g, 1.0f), u); }); break;
         case Activation::geglu:  for_each_vec(gate, up, n, out, [](Vec g, Vec u) { return Vec::mul(gelu(g), u); }); break;
-        case Activation::reglu:  for_each_vec(gate, up, n, out, [=](Vec g, Vec u) { return Vec::mul(Vec::max(g, zero), u); }); break;
+        case Activation::reglu:  for_each_vec(gate, up, n, out, [=](Vec g, Vec u) { return Vec::where_positive(g, Vec::mul(g, u)); }); break;
         case Activation::swiglu_oai:
             for_each_vec(gate, up, n, out, [=](Vec g, Vec u) {
                 return Vec::mul(sigmoid_times(at_most(limit, g), alpha), Vec::add(within(limit, u), Vec::set1(1.0f)));

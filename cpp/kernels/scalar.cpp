@@ -23,6 +23,7 @@ struct Vec {
     static Vec div(Vec a, Vec b) { return {a.v / b.v}; }
     static Vec min(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
     static Vec max(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
+    static Vec where_positive(Vec a, Vec b) { return {a.v > 0.0f ? b.v : 0.0f}; }
     static Vec exp(Vec a) { return {__builtin_expf(a.v)}; }
     static inline uint16_t f16_bits(float f);
     static void reduce4(Vec a, Vec b, Vec c, Vec d, float * out) { out[0] = a.v; out[1] = b.v; out[2] = c.v; out[3] = d.v; }

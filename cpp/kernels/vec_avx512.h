@@ -47,6 +47,9 @@ struct Vec512 {
     static Vec div(Vec a, Vec b) { return make(_mm512_div_ps(a.v, b.v)); }                                             \
     static Vec min(Vec a, Vec b) { return make(_mm512_min_ps(a.v, b.v)); }                                             \
     static Vec max(Vec a, Vec b) { return make(_mm512_max_ps(a.v, b.v)); }                                             \
+    static Vec where_positive(Vec a, Vec b) {                                                                          \
+        return make(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_GT_OQ), b.v));               \
+    }                                                                                                                  \
     static void reduce4(Vec a, Vec b, Vec c, Vec d, float * out) {                                                     \
         out[0] = _mm512_reduce_add_ps(a.v);                                                                            \
         out[1] = _mm512_reduce_add_ps(b.v);                                                                            \

@@ -22,7 +22,16 @@ from models import FOLDER
 GOLDEN = json.loads((DEMO / "golden.json").read_text())["prompts"][0]
 PROMPT, CONTINUATION = GOLDEN["text"], GOLDEN["greedy_text"]
 N_PRODUCTS = 9  # expert matrix products per pass: 3 MoE layers x (gate, up, down)
-FTYPES = {"BF16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16, "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0}
+FTYPES = {
+    "BF16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
+    "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "Q4_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    "Q5_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_M,
+    "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
+    "IQ4_XS": llama_cpp.LLAMA_FTYPE_MOSTLY_IQ4_XS,
+    "MXFP4": llama_cpp.LLAMA_FTYPE_MOSTLY_MXFP4_MOE,
+}
 
 
 def _read_safetensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
@@ -58,7 +67,7 @@ def _f32() -> Path:
 
 @cache
 def demo_gguf(kind: str) -> Path:
-    """The demo model with F32, BF16 or Q8_0 weights (the conversion is llama.cpp's own), or its FP8 experts in GGUF."""
+    """The demo model in one of llama.cpp's types (the conversion is its own), or its FP8 experts in GGUF."""
     if kind == "F32":
         return _f32()
     path = FOLDER / f"demo-{kind}.gguf"
