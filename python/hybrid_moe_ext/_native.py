@@ -191,12 +191,8 @@ def register(options: Options | None = None) -> Status:
     with _lock:
         if not device_handle():
             _load(options, lib)
-    status = Status(
-        isa=lib.hybrid_moe_isa().decode(),
-        team=lib.hybrid_moe_team().decode(),
-        host=host_version(),
-        pin=lib.hybrid_moe_pin().decode(),
-    )
+    isa, team, pin = (f().decode() for f in (lib.hybrid_moe_isa, lib.hybrid_moe_team, lib.hybrid_moe_pin))
+    status = Status(isa=isa, team=team, host=host_version(), pin=pin)
     for name in _PER_PROCESS:
         wanted, loaded = getattr(options, name), getattr(status, name)
         if wanted not in ("auto", loaded):
