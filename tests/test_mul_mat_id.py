@@ -54,7 +54,9 @@ def test_shapes_and_batches(tmp_path, kind, n_tokens, rows, k):
     assert after.n_rows == before.n_rows + 3 * n_tokens
     used_gemm = after.n_gemm_experts > before.n_gemm_experts
     expanded = kind not in FORMATS or kind in FLOATS_FROM
-    assert used_gemm == (n_tokens == 300 and expanded), "few rows take the dot kernel, many the gemm kernel, or int8 all of them"
+    assert used_gemm == (n_tokens == 300 and expanded), (
+        "few rows take the dot kernel, many the gemm kernel, or int8 all of them"
+    )
 
 
 @pytest.mark.parametrize("kind", ["FP8", "Q8_0"])

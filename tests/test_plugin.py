@@ -114,7 +114,9 @@ def fake_host(tmp_path: Path, version: str, flags: list[str], **environ: str) ->
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name, value", [("HYBRID_MOE_ISA", "mmx"), ("HYBRID_MOE_TEAM", "horses"), ("HYBRID_MOE_PIN", "down")])
+@pytest.mark.parametrize(
+    "name, value", [("HYBRID_MOE_ISA", "mmx"), ("HYBRID_MOE_TEAM", "horses"), ("HYBRID_MOE_PIN", "down")]
+)
 def test_a_host_with_a_wrong_environment_value_goes_on_without_us(tmp_path, name, value):
     out = fake_host(tmp_path, "0.25.0", [], **{name: value})
     assert f"{name}={value}" in out and "init 0: refused" in out

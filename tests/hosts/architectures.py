@@ -1,6 +1,6 @@
 """Logits of GGUF files in llama-cpp-python, first stock and then with the plug-in, in one process:
 
-    python architectures.py FILE...       prints one JSON object per file, see `Told`
+python architectures.py FILE...       prints one JSON object per file, see `Told`
 """
 
 from __future__ import annotations

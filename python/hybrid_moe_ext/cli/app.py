@@ -161,9 +161,7 @@ def layer(
     """One MoE layer: ms, GB/s and GFLOP/s with their shares of what this machine can do, and ratios to its peers."""
     set_log(False)
     n_threads = threads or default_threads()
-    run_bench.layer(
-        run_bench.Request(shape, types, rows, rounds, n_threads, as_json, Options.resolve(None, **options))
-    )
+    run_bench.layer(run_bench.Request(shape, types, rows, rounds, n_threads, as_json, Options.resolve(None, **options)))
 
 
 @bench.command()
@@ -201,7 +199,9 @@ def bench_model(
 ) -> None:
     """A model of Qwen3-30B-A3B's shape with 4 layers: a prompt of 512 tokens, and 64 single ones, with and without us."""
     set_log(False)
-    request = run_bench.Request("", types, "", rounds, threads or default_threads(), as_json, Options.resolve(None, **options))
+    request = run_bench.Request(
+        "", types, "", rounds, threads or default_threads(), as_json, Options.resolve(None, **options)
+    )
     run_bench.model(request, folder)
 
 
@@ -222,7 +222,9 @@ def convert(
     ] = None,
     split_max_size: Annotated[
         str | None,
-        typer.Option("--split-max-size", metavar="N", help="Bytes per file, such as 50G: writes OUT-00001-of-0000N.gguf."),
+        typer.Option(
+            "--split-max-size", metavar="N", help="Bytes per file, such as 50G: writes OUT-00001-of-0000N.gguf."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
 ) -> None:
@@ -232,7 +234,9 @@ def convert(
 
 @app.command()
 def host_env(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A GGUF: says what is right for its experts.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A GGUF: says what is right for its experts.")
+    ] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:

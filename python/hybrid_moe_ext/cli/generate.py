@@ -230,7 +230,9 @@ def _token_text(llm: Llama, token: int) -> str:
 
 def device_description() -> str:
     """The CPU as ggml names it; this command puts no layers on GPUs."""
-    handle = ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, [ctypes.c_int])(0)  # GGML_BACKEND_DEVICE_TYPE_CPU
+    handle = ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, [ctypes.c_int])(
+        0
+    )  # GGML_BACKEND_DEVICE_TYPE_CPU
     if not handle:
         return "CPU"
     text = ggml_function("ggml_backend_dev_description", ctypes.c_char_p, [ctypes.c_void_p])(handle)

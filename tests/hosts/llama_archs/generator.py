@@ -42,7 +42,9 @@ def _compile(archive: Path, folder: Path) -> Path:
     top = f"{archive.name.removesuffix('.tar.gz')}/vendor/llama.cpp"
     wanted = (f"{top}/include/", f"{top}/ggml/include/", f"{top}/src/", f"{top}/tests/{PROGRAM}.cpp")
     with tarfile.open(archive) as tar:
-        members = [m for m in tar if m.isreg() and m.name.startswith(wanted) and m.name.endswith((".h", f"{PROGRAM}.cpp"))]
+        members = [
+            m for m in tar if m.isreg() and m.name.startswith(wanted) and m.name.endswith((".h", f"{PROGRAM}.cpp"))
+        ]
         tar.extractall(folder, members, filter="data")
     sources, program = folder / top, folder / PROGRAM
     libraries = Path(llama_cpp.__file__).parent / "lib"
