@@ -6,6 +6,8 @@
 // even, from_fp8 / from_i8 / from_bf16 / from_f16 (width codes at p), reduce4(a, b, c, d, float[4]) = four sums. from_fp8 returns
 // code / fp8_unit; the unit is folded into the scale. multiply_quants and expand_quants: see quants.h.
 
+#include "numbers.h"
+
 namespace {
 
 // A weight row: its bytes and, for FP8, the scales of its blocks. Found once per tile: finding it divides.
