@@ -299,6 +299,17 @@ void on_nodes_that_are_not_here() {
     expect(troubles.size() == 2 && troubles[0].find("NUMA node 900") != std::string::npos, "each node's trouble is told once");
 }
 
+// 4 PiB, twice: no memory holds them, which is told once.
+void what_does_not_fit_stays_in_its_file() {
+    const size_t before = memory_troubles().size();
+    for (uint64_t number : {100, 101}) {
+        expect(!shared_copy("enormous", pieces(number), 1 << 20, 1 << 20, 4096), "more than memory holds is not promised");
+    }
+    const std::vector<std::string> troubles = memory_troubles();
+    expect(troubles.size() == before + 1 && troubles.back().find("'enormous' (4294967296 MiB)") != std::string::npos, "that is told once");
+    expect(shared_copy("small", pieces(102), 1, 1, 16) != nullptr, "what fits is copied all the same");
+}
+
 void be_the_first_process() {
     mkdir("/proc", 0755);
     mkdir("/sys", 0755);
@@ -337,6 +348,7 @@ int main() {
     all_tests();
     if (machine().nodes.size() > 1) printf("%zu nodes: pages and threads are where they should be\n", machine().nodes.size());
     else on_nodes_that_are_not_here();
+    what_does_not_fit_stays_in_its_file();
     puts("ok");
     stop(0);
 }
