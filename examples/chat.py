@@ -1,6 +1,6 @@
 """Asks a model one question and says where its experts ran.
 
-    python examples/chat.py MODEL "Why is the sky blue?"        (a GGUF file or a Hugging Face directory)
+python examples/chat.py MODEL "Why is the sky blue?"        (a GGUF file or a Hugging Face directory)
 """
 
 import sys

@@ -17,19 +17,19 @@ from weights import GGML_TYPES, Weights
 P, I64, SIZE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t
 
 
-class _InitParams(ctypes.Structure):
+class InitParams(ctypes.Structure):
     _fields_ = [("mem_size", SIZE), ("mem_buffer", P), ("no_alloc", ctypes.c_bool)]
 
 
-def _bind(**functions: tuple[Any, list[Any]]) -> SimpleNamespace:
+def bind(**functions: tuple[Any, list[Any]]) -> SimpleNamespace:
     out = SimpleNamespace()
     for name, (result, arguments) in functions.items():
         setattr(out, name, _native.ggml_function(name, result, arguments))
     return out
 
 
-G = _bind(
-    ggml_init=(P, [_InitParams]),
+G = bind(
+    ggml_init=(P, [InitParams]),
     ggml_free=(None, [P]),
     ggml_new_tensor_3d=(P, [P, ctypes.c_int, I64, I64, I64]),
     ggml_new_tensor_2d=(P, [P, ctypes.c_int, I64, I64]),
@@ -102,7 +102,7 @@ def mul_mat_id(
     """
     n_expert, rows, k = w.values.shape
     n_tokens, n_used = ids.shape
-    ctx = G.ggml_init(_InitParams(1 << 20, None, True))
+    ctx = G.ggml_init(InitParams(1 << 20, None, True))
     t_w = G.ggml_new_tensor_3d(ctx, GGML_TYPES[w.kind], k, rows, n_expert)
     G.ggml_set_name(t_w, b"blk.0.ffn_up_exps.weight")
     t_x = G.ggml_new_tensor_3d(ctx, 0, k, x.shape[1], n_tokens)
@@ -126,9 +126,9 @@ def mul_mat_id(
         wide = np.full((n_tokens, stride), 2**31 - 1, np.int32)
         wide[:, :n_used] = ids
         if experts is None:
-            _set(t_w, w.codes)
-        _set(t_x, x)
-        _set(t_all_ids, wide)
+            set_tensor(t_w, w.codes)
+        set_tensor(t_x, x)
+        set_tensor(t_all_ids, wide)
         status = G.ggml_backend_graph_compute(b, graph)
         y = np.empty((n_tokens, n_used, rows), np.float32)
         if y.size:
@@ -138,7 +138,7 @@ def mul_mat_id(
     return status, y
 
 
-def _set(tensor: int, values: np.ndarray) -> None:
+def set_tensor(tensor: int, values: np.ndarray) -> None:
     values = np.ascontiguousarray(values)
     if values.nbytes:
         G.ggml_backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)

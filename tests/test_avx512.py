@@ -1,4 +1,4 @@
-"""AVX-512 kernels where this CPU has none: the C++ kernel tests on emulated CPUs, and the choice among kernels there.
+"""The C++ test programs: here, and the kernels' on emulated CPUs with AVX-512, with the choice among kernels there.
 
 HYBRID_MOE_AVX512_RUNNER is a program that runs `RUNNER [--cpu NAME] BINARY ARGS` on an emulated core."""
 
@@ -14,13 +14,23 @@ CPP = Path(__file__).parent / "cpp"
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
+def programs(tmp_path_factory):
     if shutil.which("cmake") is None or shutil.which("c++") is None:
         pytest.skip("no CMake or no C++ compiler on this machine")
     build = tmp_path_factory.mktemp("kernels")
     subprocess.run(["cmake", "-S", CPP, "-B", build], check=True, capture_output=True)
     subprocess.run(["cmake", "--build", build, "-j2"], check=True, capture_output=True)
-    return build / "test-kernels"
+    return build
+
+
+@pytest.fixture(scope="module")
+def program(programs):
+    return programs / "test-kernels"
+
+
+def test_a_layer_in_steady_state_allocates_nothing(programs):
+    done = subprocess.run([programs / "test-layer-memory"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stdout + done.stderr
 
 
 def test_here(program):

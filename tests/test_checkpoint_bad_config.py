@@ -151,10 +151,8 @@ def test_what_llama_cpp_cannot_run(tmp_path, family, field, value):
     [
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
         ({"quant_method": "awq"}, "awq"),
-        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "compressed-tensors"),
         ({"bits": 4}, "missing"),
         ({**fx.QUANTIZATION, "fmt": "e5m2"}, "e5m2"),
-        ({**fx.QUANTIZATION, "weight_block_size": None}, "weight_block_size"),
     ],
 )
 def test_unsupported_quantisation(tmp_path, method, named):
@@ -166,6 +164,11 @@ def test_unsupported_quantisation(tmp_path, method, named):
 def test_bad_block(tmp_path, block):
     fx.write_checkpoint(tmp_path, quantization_config={**fx.QUANTIZATION, "weight_block_size": block})
     refused(tmp_path, "weight_block_size")
+
+
+def test_block_scales_that_config_does_not_know_of(tmp_path):
+    fx.write_checkpoint(tmp_path, quantization_config={**fx.QUANTIZATION, "weight_block_size": None})
+    refused(tmp_path, "_scale_inv", "one scale per tensor", "one scale per channel")
 
 
 def test_fp8_weights_without_quantization_config(tmp_path):

@@ -17,7 +17,6 @@ import pytest
 import hybrid_moe_ext
 from checkpoint_fixtures import write_checkpoint
 from hybrid_moe_ext.checkpoint import open_checkpoint
-from hybrid_moe_ext.cli.threads import count_cores, cpu_quota, default_threads
 from hybrid_moe_ext.options import Options
 
 COMMAND = [sys.executable, "-c", "from hybrid_moe_ext.cli import main; main()"]
@@ -271,43 +270,13 @@ def test_help_lists_every_option():
             assert f"--{name.replace('_', '-')}" in text and variable in text
 
 
-def fake_cpu(sys_root: Path, cpu: int, package: int, core: int) -> None:
-    folder = sys_root / f"devices/system/cpu/cpu{cpu}/topology"
-    folder.mkdir(parents=True)
-    (folder / "physical_package_id").write_text(f"{package}\n")
-    (folder / "core_id").write_text(f"{core}\n")
-
-
-def test_hyper_threads_count_once(tmp_path):
-    for cpu in range(8):  # 2 sockets x 2 cores x 2 threads
-        fake_cpu(tmp_path, cpu, package=cpu % 4 // 2, core=cpu % 2)
-    assert count_cores(range(8), tmp_path) == 4
-    assert count_cores([0, 4], tmp_path) == 1
-    assert count_cores([0, 1, 99], tmp_path) == 3  # cpu99 says nothing
-
-
-@pytest.mark.parametrize(
-    ("files", "group", "expected"),
-    [
-        ({}, "0::/", None),
-        ({"cpu.max": "max 100000"}, "0::/", None),
-        ({"cpu.max": "150000 100000"}, "0::/", 1),
-        ({"cpu.max": "50000 100000"}, "0::/", 1),
-        ({"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000"}, "0::/a/b", 3),
-        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, "4:cpu:/x", 4),
-        ({"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, "4:cpu:/x", None),
-        ({"cpu.max": "nonsense"}, "0::/", None),
-    ],
-)
-def test_cpu_quota_of_the_cgroup(tmp_path, files, group, expected):
-    for name, text in files.items():
-        path = tmp_path / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(group + "\n")
-    assert cpu_quota(tmp_path / "sys", tmp_path / "proc") == expected
-
-
-def test_default_threads_are_possible_here():
-    assert 1 <= default_threads() <= len(os.sched_getaffinity(0))
+def test_run_reports_what_it_holds_in_memory(model):
+    done = call("run", model, "-p", "the", "-n", 3, "--experts-memory", "copy")
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.decode().splitlines()
+    assert [line.split(":")[0] for line in lines[:5]] == ["prefill", "decode", "device", "experts", "memory"]
+    assert re.fullmatch(r"memory: [\d.]+ MiB of [\d.]+ MiB of experts copied, .*", lines[4])
+    assert re.fullmatch(r"node \d+: [\d.]+ MiB wanted, .* there", lines[5])
+    held = json.loads(call("run", model, "-p", "the", "-n", 3, "--experts-memory", "copy", "--json").stdout)["copies"]
+    assert 0 < held["copied"] <= held["planned"] and held["troubles"] == []
+    assert json.loads(call("run", model, "-p", "the", "-n", 3, "--json").stdout)["copies"] is None

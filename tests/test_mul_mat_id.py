@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ggml_graph import ABORT_CALLBACK, ABORTED, FAILED, SUCCESS, expert_files, mul_mat_id
 from hybrid_moe_ext import counters, register
 from quantised import FORMATS
-from weights import GROUP, Weights, met_by, random_weights, tolerance, whole_groups
+from weights import FLOATS_FROM, GROUP, Weights, met_by, random_weights, tolerance, whole_groups
 
 KINDS = ["FP8", "BF16", "F16", "F32", *FORMATS]
 
@@ -29,7 +29,7 @@ def check(tmp_path, w: Weights, x: np.ndarray, ids: np.ndarray, **options) -> No
     isa = register().isa
     for t in range(len(ids)):
         for s, expert in enumerate(ids[t]):
-            row = met_by(w.kind, isa, x[t, s % x.shape[1]][None])
+            row = met_by(w.kind, isa, x[t, s % x.shape[1]][None], int((ids == expert).sum()))
             exact = row @ w.values[expert].T
             assert np.all(np.abs(y[t, s] - exact[0]) <= tolerance(w, row, expert)[0]), (t, s, expert)
 
@@ -41,7 +41,7 @@ def inputs(rng, n_tokens, n_slots, k, n_expert, n_used):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_tokens", [1, 5, 300])
+@pytest.mark.parametrize("n_tokens", [1, 3, 300])
 @pytest.mark.parametrize("rows, k", [(192, 96), (72, 320), (576, 160)])
 def test_shapes_and_batches(tmp_path, kind, n_tokens, rows, k):
     rng = np.random.default_rng(1)
@@ -53,7 +53,10 @@ def test_shapes_and_batches(tmp_path, kind, n_tokens, rows, k):
     assert after.n_matmuls == before.n_matmuls + 1
     assert after.n_rows == before.n_rows + 3 * n_tokens
     used_gemm = after.n_gemm_experts > before.n_gemm_experts
-    assert used_gemm == (n_tokens == 300), "few rows take the dot kernel, many the gemm kernel"
+    expanded = kind not in FORMATS or kind in FLOATS_FROM
+    assert used_gemm == (n_tokens == 300 and expanded), (
+        "few rows take the dot kernel, many the gemm kernel, or int8 all of them"
+    )
 
 
 @pytest.mark.parametrize("kind", ["FP8", "Q8_0"])
@@ -112,7 +115,8 @@ def test_same_as_the_cpu_back_end(tmp_path, kind, n_tokens):
     _, ours = run(tmp_path, w, x, ids)
     _, stock = run(tmp_path, w, x, ids, device="CPU")
     nmse = np.sum((ours - stock) ** 2) / np.sum(stock**2)
-    exact = kind == "F32" or (kind in FORMATS and register().isa != "scalar")
+    int8 = kind in FORMATS and register().isa != "scalar" and not (n_tokens > 30 and kind in FLOATS_FROM)
+    exact = kind == "F32" or int8
     assert nmse < (1e-12 if exact else 1e-4)
 
 

@@ -114,7 +114,9 @@ def fake_host(tmp_path: Path, version: str, flags: list[str], **environ: str) ->
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name, value", [("HYBRID_MOE_ISA", "mmx"), ("HYBRID_MOE_TEAM", "horses")])
+@pytest.mark.parametrize(
+    "name, value", [("HYBRID_MOE_ISA", "mmx"), ("HYBRID_MOE_TEAM", "horses"), ("HYBRID_MOE_PIN", "down")]
+)
 def test_a_host_with_a_wrong_environment_value_goes_on_without_us(tmp_path, name, value):
     out = fake_host(tmp_path, "0.25.0", [], **{name: value})
     assert f"{name}={value}" in out and "init 0: refused" in out
@@ -135,18 +137,29 @@ def test_nothing_of_ggml_is_linked():
     assert exported and all(name.startswith(("ggml_backend_init", "hybrid_moe_")) for name in exported)
 
 
+def build_team_test(program: Path, *flags: str) -> subprocess.CompletedProcess:
+    sources = [CPP / "test_team.cpp", *sorted((SOURCES / "threads").glob("*.cpp"))]
+    command = [compiler("c++"), "-std=c++20", "-O1", "-g", *flags, f"-I{SOURCES}", *sources, "-o", program]
+    return subprocess.run([*command, "-pthread", "-ldl"], capture_output=True, text=True)
+
+
 def test_the_pool_under_thread_sanitizer(tmp_path):
     program = tmp_path / "team"
-    command = [compiler("c++"), "-std=c++20", "-O1", "-g", "-fsanitize=thread", f"-I{SOURCES}", CPP / "test_team.cpp"]
-    built = subprocess.run(
-        [*command, SOURCES / "threads" / "team.cpp", "-o", program, "-pthread", "-ldl"], capture_output=True, text=True
-    )
+    built = build_team_test(program, "-fsanitize=thread")
     if built.returncode != 0 and "tsan" in built.stderr:
         pytest.skip("this compiler has no ThreadSanitizer runtime")
     assert built.returncode == 0, built.stderr
     # Address space randomisation beyond 30 bits confuses older runtimes.
     prefix = [shutil.which("setarch"), "-R"] if shutil.which("setarch") else []
     done = subprocess.run([*prefix, program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == "ok\n", done.stdout + done.stderr
+
+
+def test_the_pool_with_a_forked_child(tmp_path):
+    program = tmp_path / "team"
+    built = build_team_test(program)
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([program, "fork"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout == "ok\n", done.stdout + done.stderr
 
 
@@ -164,3 +177,25 @@ def test_pool_and_openmp_give_the_same_logits():
         outputs[team] = done.stdout.split()
         assert outputs[team][0] == team, done.stderr
     assert outputs["pool"][1] == outputs["openmp"][1]
+
+
+@pytest.mark.parametrize("team", ["pool", "openmp"])
+def test_two_contexts_in_two_threads(team):
+    """At once, for a while: each gets, bit for bit, what it gets alone."""
+    script = """if 1:
+        import concurrent.futures, models, hybrid_moe_ext as h
+        llms = [h.Llama(models.twin("F32"), **models.OPTIONS) for _ in range(2)]
+        print(llms[0].status.team)
+        prompts = [models.prompt(40), models.prompt(100)]
+        def run(i):
+            return [models.logits(llms[i], prompts[i]).tobytes() for _ in range(10)]
+        alone = [models.logits(llms[i], prompts[i]).tobytes() for i in range(2)]
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            together = list(threads.map(run, range(2)))
+        assert all(out == alone[i] for i in range(2) for out in together[i])
+        print("same")
+    """
+    done = python(script, HYBRID_MOE_TEAM=team)
+    if "HYBRID_MOE_TEAM=openmp is not available" in done.stderr:
+        pytest.skip("this llama-cpp-python was built without OpenMP")
+    assert done.stdout.split() == [team, "same"], done.stderr

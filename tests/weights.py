@@ -61,10 +61,14 @@ def random_weights(
     return Weights(kind, codes, values, terms=terms)
 
 
-def met_by(kind: str, isa: str, x: np.ndarray) -> np.ndarray:
-    """The activations [.., k] that weights of a type meet on an instruction set, as float64: the fast kernels of quantised
-    types round them to int8 as stock ggml does, but for rows with NaN, infinity or huge values."""
-    if kind not in quantised.FORMATS or isa == "scalar":
+FLOATS_FROM = {"Q8_0": 16, "NVFP4": 16, "MXFP4": 64}  # token rows of an expert from which on its weights are expanded
+
+
+def met_by(kind: str, isa: str, x: np.ndarray, n_rows: int = 1) -> np.ndarray:
+    """The activations [.., k] that weights of a type meet on an instruction set when n_rows token rows chose the expert, as
+    float64: the fast kernels of quantised types round few of them to int8 as stock ggml does, but for rows with NaN,
+    infinity or huge values."""
+    if kind not in quantised.FORMATS or isa == "scalar" or n_rows >= FLOATS_FROM.get(kind, n_rows + 1):
         return x.astype(np.float64)
     with np.errstate(invalid="ignore"):
         fits = np.all(np.abs(x) < 2.0**22, -1, keepdims=True)

@@ -45,7 +45,11 @@ void ExpertTable::add_tensor(const std::string & name, const ExpertTensor::Shape
     }
     Entry entry;
     entry.shape = shape;
-    for (const FileRange & r : codes) entry.codes.push_back(at(name, r, uint64_t(shape.n_rows) * shape.row_bytes));
+    const uint64_t expert_bytes = uint64_t(shape.n_rows) * shape.row_bytes;
+    for (const FileRange & r : codes) {
+        entry.codes.push_back(at(name, r, expert_bytes));
+        entry.origin.push_back((*files_)[size_t(r.file)]->piece(r.offset, expert_bytes));
+    }
     if (is_fp8) {
         const uint64_t grid = uint64_t((shape.n_rows + block_rows - 1) / block_rows) *
                               uint64_t((shape.k + block_k - 1) / block_k);
@@ -53,7 +57,7 @@ void ExpertTable::add_tensor(const std::string & name, const ExpertTensor::Shape
         entry.scales.block_rows = block_rows;
         entry.scales.block_k    = block_k;
         for (const FileRange & r : scales) {
-            entry.scales.of_expert.push_back(at(name, r, grid * (scale_type == ScaleType::f32 ? 4 : 2)));
+            entry.scales.of_expert.push_back(at(name, r, grid * scale_bytes(scale_type)));
         }
     }
     if (!tensors_.emplace(name, std::move(entry)).second) {
@@ -70,6 +74,7 @@ std::unique_ptr<ExpertTensor> ExpertTable::bind(const std::string & name, const 
         codes[i] = data + i * size_t(e.shape.n_rows) * e.shape.row_bytes;
     }
     auto tensor = std::make_unique<ExpertTensor>(name, e.shape, std::move(codes), e.scales, files_);
+    if (!copied_) tensor->set_origin(e.origin);
     e.bound = true;
     return tensor;
 }

@@ -47,6 +47,7 @@ private:
     struct Entry {
         ExpertTensor::Shape          shape;
         std::vector<const uint8_t *> codes;
+        std::vector<FilePiece>       origin;
         BlockScales                  scales;
         bool                         bound = false;
     };

@@ -9,6 +9,7 @@ namespace {
 struct Vec {
     static constexpr int   width    = 8;
     static constexpr float fp8_unit = 0x1p120f;
+    static constexpr int   gemm_tokens = 6;  // 12 accumulators
     __m256 v;
 
     // E4M3 bits are used as the top of a float, so its subnormals are float subnormals: "denormals are zero" must be
@@ -29,6 +30,10 @@ struct Vec {
     static Vec div(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
     static Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
     static Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+
+    static Vec where_positive(Vec a, Vec b) {
+        return {_mm256_and_ps(_mm256_cmp_ps(a.v, _mm256_setzero_ps(), _CMP_GT_OQ), b.v)};
+    }
 
     // exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln 2 / 2; Taylor series of exp(r) to r^7, error below 2 ulp.
     // Beyond the range of float: 0 and infinity. NaN stays NaN.
@@ -82,6 +87,7 @@ struct Vec {
     // floats. 14 instructions per 32 weights with the products; what lost: bytes to dwords by sign extension (20),
     // nibble tables (16).
     static constexpr int   fp8_group   = 32;
+    static constexpr int   fp8_rows    = 2;  // 10 % faster than one, measured on Zen 3
     static constexpr int   fp8_parts   = 4;
     static constexpr int   fp8_x_bytes = 128;
     static constexpr float fp8_y_unit  = 0x1p60f;  // the other half of 2^120 is in the activations: neither overflows
@@ -95,10 +101,19 @@ struct Vec {
         return {{_mm256_castsi256_ps(_mm256_slli_epi32(odd, 16)), _mm256_castsi256_ps(_mm256_and_si256(odd, top)),
                  _mm256_castsi256_ps(_mm256_slli_epi32(even, 16)), _mm256_castsi256_ps(_mm256_and_si256(even, top))}};
     }
-    static constexpr int fp8_position(int i) { return 4 * (i % 8) + (i < 8 ? 1 : i < 16 ? 3 : i < 24 ? 0 : 2); }
+    // The parts take every fourth activation, from the second, the fourth, the first and the third on.
     static void fp8_store_x(const float * x, float scale, uint8_t * out) {
         const __m256 s = _mm256_set1_ps(scale * 0x1p60f);
-        for (int i = 0; i < 32; i += 8) _mm256_storeu_ps(reinterpret_cast<float *>(out) + i, _mm256_mul_ps(_mm256_loadu_ps(x + i), s));
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        const __m256 a = _mm256_loadu_ps(x), b = _mm256_loadu_ps(x + 8), c = _mm256_loadu_ps(x + 16), d = _mm256_loadu_ps(x + 24);
+        const __m256 even_ab = _mm256_shuffle_ps(a, b, 0x88), even_cd = _mm256_shuffle_ps(c, d, 0x88);
+        const __m256 odd_ab = _mm256_shuffle_ps(a, b, 0xDD), odd_cd = _mm256_shuffle_ps(c, d, 0xDD);
+        const __m256 parts[4] = {_mm256_shuffle_ps(odd_ab, odd_cd, 0x88), _mm256_shuffle_ps(odd_ab, odd_cd, 0xDD),
+                                 _mm256_shuffle_ps(even_ab, even_cd, 0x88), _mm256_shuffle_ps(even_ab, even_cd, 0xDD)};
+        for (int i = 0; i < 4; i++) {
+            const __m256 ordered = _mm256_permutevar8x32_ps(parts[i], order);
+            _mm256_storeu_ps(reinterpret_cast<float *>(out) + 8 * i, _mm256_mul_ps(ordered, s));
+        }
     }
     static Vec fp8_multiply(__m256 part, const uint8_t * x, Vec acc) {
         return {_mm256_fmadd_ps(part, _mm256_loadu_ps(reinterpret_cast<const float *>(x)), acc.v)};
@@ -123,6 +138,8 @@ struct Vec {
 
 #include "body.h"
 #include "body_fp8.h"
+#include "panel_avx.h"
+#include "body_gemm.h"
 
 namespace {
 

@@ -6,6 +6,8 @@
 namespace hybrid_moe {
 namespace {
 
+constexpr GroupOrder order = make_order([](int i) { return 4 * (i % 16) + (i < 16 ? 1 : i < 32 ? 3 : i < 48 ? 0 : 2); });
+
 struct Vec : Vec512 {
     HYBRID_MOE_AVX512_WORDS
 
@@ -23,8 +25,7 @@ struct Vec : Vec512 {
         return {{_mm512_castsi512_ps(_mm512_slli_epi32(odd, 16)), _mm512_castsi512_ps(_mm512_and_si512(odd, top)),
                  _mm512_castsi512_ps(_mm512_slli_epi32(even, 16)), _mm512_castsi512_ps(_mm512_and_si512(even, top))}};
     }
-    static constexpr int fp8_position(int i) { return 4 * (i % 16) + (i < 16 ? 1 : i < 32 ? 3 : i < 48 ? 0 : 2); }
-    static void fp8_store_x(const float * x, float scale, uint8_t * out) { store_x_f32(x, scale * 0x1p60f, out); }
+    static void fp8_store_x(const float * x, float scale, uint8_t * out) { store_x_f32(x, order, scale * 0x1p60f, out); }
     static Vec fp8_multiply(__m512 part, const uint8_t * x, Vec acc) { return make(multiply_f32(part, x, acc.v)); }
 };
 
@@ -32,6 +33,8 @@ struct Vec : Vec512 {
 
 #include "body.h"
 #include "body_fp8.h"
+#include "panel_avx.h"
+#include "body_gemm.h"
 
 extern const Kernels kernels_avx512;
 const Kernels kernels_avx512 = {"avx512", dot_any, gemm, expand, activate, accumulate, multiply_add, has_fp8_nan_512};

@@ -10,6 +10,8 @@ namespace {
 
 constexpr Bf16Tables tables = make_bf16_tables();
 
+constexpr GroupOrder order = make_order([](int i) { return i < 32 ? 2 * i : 2 * (i - 32) + 1; });
+
 struct Vec : Vec512 {
     HYBRID_MOE_AVX512_WORDS
 
@@ -30,23 +32,16 @@ struct Vec : Vec512 {
         return {{_mm512_ternarylogic_epi32(upper, _mm512_slli_epi16(high, 8), low, 0xCA),    // upper ? .. : low
                  _mm512_ternarylogic_epi32(upper, high, _mm512_srli_epi16(low, 8), 0xCA)}};
     }
-    static constexpr int fp8_position(int i) { return i < 32 ? 2 * i : 2 * (i - 32) + 1; }
-    static void fp8_store_x(const float * x, float scale, uint8_t * out) {
-        const __m512 s = _mm512_set1_ps(scale);
-        for (int i = 0; i < 64; i += 16) {  // the instruction that converts two registers at once is wrong in emulators
-            const __m256bh h = _mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_loadu_ps(x + i), s));
-            _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + 2 * i), (__m256i) h);
-        }
-    }
-    static Vec fp8_multiply(__m512i part, const uint8_t * x, Vec acc) {
-        return make(_mm512_dpbf16_ps(acc.v, (__m512bh) part, (__m512bh) _mm512_loadu_si512(x)));
-    }
+    static void fp8_store_x(const float * x, float scale, uint8_t * out) { store_x_bf16(x, order, scale, out); }
+    static Vec fp8_multiply(__m512i part, const uint8_t * x, Vec acc) { return make(multiply_bf16(part, x, acc.v)); }
 };
 
 }  // namespace
 
 #include "body.h"
 #include "body_fp8.h"
+#include "panel_avx.h"
+#include "body_gemm.h"
 
 extern const Kernels kernels_avx512_bf16;
 const Kernels kernels_avx512_bf16 = {"avx512_bf16", dot_any, gemm, expand, activate, accumulate, multiply_add, has_fp8_nan_512};

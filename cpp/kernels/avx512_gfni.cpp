@@ -21,6 +21,8 @@ constexpr long long matrix(int b7, int b6, int b5, int b4, int b3, int b2, int b
 constexpr long long low_matrix  = matrix(0x08, 0x04, 0x02, 0x01, 0, 0, 0, 0);
 constexpr long long high_matrix = matrix(0, 0x40, 0x40, 0x40, 0x40, 0x40, 0x20, 0x10);
 
+constexpr GroupOrder order = make_order([](int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; });
+
 struct Vec : Vec512 {
     HYBRID_MOE_AVX512_WORDS
 
@@ -42,23 +44,16 @@ struct Vec : Vec512 {
         high = _mm512_ternarylogic_epi32(high, v, sign, 0xF8);  // high | (v & sign)
         return {{_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)}};
     }
-    static constexpr int fp8_position(int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
-    static void fp8_store_x(const float * x, float scale, uint8_t * out) {
-        const __m512 s = _mm512_set1_ps(scale);
-        for (int i = 0; i < 64; i += 16) {  // the instruction that converts two registers at once is wrong in emulators
-            const __m256bh h = _mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_loadu_ps(x + i), s));
-            _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + 2 * i), (__m256i) h);
-        }
-    }
-    static Vec fp8_multiply(__m512i part, const uint8_t * x, Vec acc) {
-        return make(_mm512_dpbf16_ps(acc.v, (__m512bh) part, (__m512bh) _mm512_loadu_si512(x)));
-    }
+    static void fp8_store_x(const float * x, float scale, uint8_t * out) { store_x_bf16(x, order, scale, out); }
+    static Vec fp8_multiply(__m512i part, const uint8_t * x, Vec acc) { return make(multiply_bf16(part, x, acc.v)); }
 };
 
 }  // namespace
 
 #include "body.h"
 #include "body_fp8.h"
+#include "panel_avx.h"
+#include "body_gemm.h"
 
 extern const Kernels kernels_avx512_gfni;
 const Kernels kernels_avx512_gfni = {"avx512_gfni", dot_any, gemm, expand, activate, accumulate, multiply_add, has_fp8_nan_512};

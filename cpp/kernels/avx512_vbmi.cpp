@@ -9,6 +9,9 @@ namespace {
 
 constexpr Bf16Tables tables = make_bf16_tables();
 
+// Unpacking works inside 128-bit lanes: eight codes of each for a, the other eight for b, even ones first.
+constexpr GroupOrder order = make_order([](int i) { return i % 16 / 4 * 16 + i / 32 * 8 + i % 4 * 2 + i / 16 % 2; });
+
 struct Vec : Vec512 {
     HYBRID_MOE_AVX512_WORDS
 
@@ -29,9 +32,7 @@ struct Vec : Vec512 {
         return {{_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_and_si512(a, top)),
                  _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), _mm512_castsi512_ps(_mm512_and_si512(b, top))}};
     }
-    // Unpacking works inside 128-bit lanes: eight codes of each for a, the other eight for b, even ones first.
-    static constexpr int fp8_position(int i) { return i % 16 / 4 * 16 + i / 32 * 8 + i % 4 * 2 + i / 16 % 2; }
-    static void fp8_store_x(const float * x, float scale, uint8_t * out) { store_x_f32(x, scale, out); }
+    static void fp8_store_x(const float * x, float scale, uint8_t * out) { store_x_f32(x, order, scale, out); }
     static Vec fp8_multiply(__m512 part, const uint8_t * x, Vec acc) { return make(multiply_f32(part, x, acc.v)); }
 };
 
@@ -39,6 +40,8 @@ struct Vec : Vec512 {
 
 #include "body.h"
 #include "body_fp8.h"
+#include "panel_avx.h"
+#include "body_gemm.h"
 
 extern const Kernels kernels_avx512_vbmi;
 const Kernels kernels_avx512_vbmi = {"avx512_vbmi", dot_any, gemm, expand, activate, accumulate, multiply_add, has_fp8_nan_512};

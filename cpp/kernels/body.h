@@ -2,8 +2,9 @@
 // smallest one). No intrinsics and no STL here: inlined library code would carry the file's ISA into other files.
 //
 // Vec: `width`, zero(), set1(float), load(const float *), store(float *), fma(a, b, c) = a * b + c, add, mul, div, min,
-// max (as SSE: the second operand when one is NaN), exp, f16_bits(float) to nearest even, from_fp8 / from_i8 / from_bf16 / from_f16 (width codes at p), reduce4(a, b, c, d, float[4]) = four sums.
-// from_fp8 returns code x 2^-fp8_shift; the shift is folded into the scale. multiply_quants and expand_quants: see quants.h.
+// max (as SSE: the second operand when one is NaN), where_positive(a, b) = a > 0 ? b : 0, exp, f16_bits(float) to nearest
+// even, from_fp8 / from_i8 / from_bf16 / from_f16 (width codes at p), reduce4(a, b, c, d, float[4]) = four sums. from_fp8 returns
+// code / fp8_unit; the unit is folded into the scale. multiply_quants and expand_quants: see quants.h.
 
 #include "numbers.h"
 
@@ -169,73 +170,6 @@ template <> inline void expand_typed<any_quantised>(const ExpertMatrix & e, int6
     Vec::expand_quants(e, i_row, i0, n, out);
 }
 
-// R expanded weight rows times M token rows over n columns, added to y (or stored, for the first columns).
-template <int R, int M>
-inline void panel_tile(const float * panel, int64_t stride, const float * const * x, int64_t i0, int64_t n, bool first,
-                       int64_t row0, float * const * y) {
-    Vec acc[R * M];
-    float tail[R * M];
-    for (int i = 0; i < R * M; i++) {
-        acc[i] = Vec::zero();
-        tail[i] = 0.0f;
-    }
-    int64_t i = 0;
-    for (; i + Vec::width <= n; i += Vec::width) {
-        Vec xv[M];
-        for (int j = 0; j < M; j++) xv[j] = Vec::load(x[j] + i0 + i);
-        for (int r = 0; r < R; r++) {
-            const Vec w = Vec::load(panel + r * stride + i);
-            for (int j = 0; j < M; j++) acc[r * M + j] = Vec::fma(w, xv[j], acc[r * M + j]);
-        }
-    }
-    for (; i < n; i++) {
-        for (int r = 0; r < R; r++) {
-            for (int j = 0; j < M; j++) tail[r * M + j] += panel[r * stride + i] * x[j][i0 + i];
-        }
-    }
-    float out[R * M];
-    sums<R * M>(acc, out);
-    for (int r = 0; r < R; r++) {
-        for (int j = 0; j < M; j++) {
-            const float v = out[r * M + j] + tail[r * M + j];
-            float & to = y[j][row0 + r];
-            to = first ? v : to + v;
-        }
-    }
-}
-
-template <int M>
-inline void panel_rows_by(int64_t n_rows, const float * panel, const float * const * x, int64_t i0, int64_t n,
-                          bool first, int64_t row0, float * const * y) {
-    int64_t r = 0;
-    for (; r + 4 <= n_rows; r += 4) panel_tile<4, M>(panel + r * n, n, x, i0, n, first, row0 + r, y);
-    for (; r < n_rows; r++) panel_tile<1, M>(panel + r * n, n, x, i0, n, first, row0 + r, y);
-}
-
-// Token rows per pass over the weights: their slice of panel_k columns (96 x 4 KiB) stays in a 512 KiB L2 beside the
-// panel, and 96 rows amortise the expansion.
-constexpr int64_t gemm_token_block = 96;
-
-template <WeightType T>
-void gemm_typed(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t, float * panel) {
-    for (int64_t t0 = 0; t0 < t.m; t0 += gemm_token_block) {
-        const int64_t m = min_i64(gemm_token_block, t.m - t0);
-        const float * const * x = t.x + t0;
-        float * const * y = t.y + t0;
-        for (int64_t i0 = 0; i0 < e.k; i0 += panel_k) {
-            const int64_t n = min_i64(panel_k, e.k - i0);
-            for (int64_t r0 = row0; r0 < row1; r0 += panel_rows) {
-                const int64_t rows = min_i64(panel_rows, row1 - r0);
-                for (int64_t r = 0; r < rows; r++) expand_typed<T>(e, r0 + r, i0, n, panel + r * n);
-                int64_t j = 0;
-                for (; j + 3 <= m; j += 3) panel_rows_by<3>(rows, panel, x + j, i0, n, i0 == 0, r0, y + j);
-                if (m - j == 2) panel_rows_by<2>(rows, panel, x + j, i0, n, i0 == 0, r0, y + j);
-                if (m - j == 1) panel_rows_by<1>(rows, panel, x + j, i0, n, i0 == 0, r0, y + j);
-            }
-        }
-    }
-}
-
 // Calls f on whole vectors of gate and up; the rest goes through padded copies, so that it is computed in the same way.
 template <class F> inline void for_each_vec(const float * gate, const float * up, int64_t n, float * out, const F & f) {
     int64_t i = 0;
@@ -287,7 +221,7 @@ void activate(const Activation & a, const float * gate, const float * up, int64_
             break;
         case Activation::swiglu: for_each_vec(gate, up, n, out, [](Vec g, Vec u) { return Vec::mul(sigmoid_times(g, 1.0f), u); }); break;
         case Activation::geglu:  for_each_vec(gate, up, n, out, [](Vec g, Vec u) { return Vec::mul(gelu(g), u); }); break;
-        case Activation::reglu:  for_each_vec(gate, up, n, out, [=](Vec g, Vec u) { return Vec::mul(Vec::max(g, zero), u); }); break;
+        case Activation::reglu:  for_each_vec(gate, up, n, out, [=](Vec g, Vec u) { return Vec::where_positive(g, Vec::mul(g, u)); }); break;
         case Activation::swiglu_oai:
             for_each_vec(gate, up, n, out, [=](Vec g, Vec u) {
                 return Vec::mul(sigmoid_times(at_most(limit, g), alpha), Vec::add(within(limit, u), Vec::set1(1.0f)));
@@ -347,14 +281,6 @@ struct DotCall {
     }
 };
 
-struct GemmCall {
-    const ExpertMatrix & e; int64_t row0, row1; const TokenRows & t; float * panel;
-    template <WeightType T> void run() const {
-        if constexpr (is_quantised(T)) Vec::multiply_quants(e, row0, row1, t);
-        else gemm_typed<T>(e, row0, row1, t, panel);
-    }
-};
-
 struct ExpandCall {
     const ExpertMatrix & e; int64_t i_row, i0, n; float * out;
     template <WeightType T> void run() const { expand_typed<T>(e, i_row, i0, n, out); }
@@ -363,11 +289,6 @@ struct ExpandCall {
 void dot(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t) {
     const Vec::Environment environment;
     with_type(e.type, DotCall{e, row0, row1, t});
-}
-
-void gemm(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t, float * panel) {
-    const Vec::Environment environment;
-    with_type(e.type, GemmCall{e, row0, row1, t, panel});
 }
 
 void expand(const ExpertMatrix & e, int64_t i_row, int64_t i0, int64_t n, float * out) {

@@ -7,7 +7,7 @@ function(hybrid_moe_add_kernels target)
   if(HYBRID_MOE_SANITIZE)  # minutes of compiling otherwise
     set(common "-O1;-ffp-contract=off")
   endif()
-  target_sources(${target} PRIVATE "${HYBRID_MOE_KERNEL_DIR}/select.cpp" "${HYBRID_MOE_KERNEL_DIR}/scalar.cpp"
+  target_sources(${target} PRIVATE "${HYBRID_MOE_KERNEL_DIR}/weight_types.cpp" "${HYBRID_MOE_KERNEL_DIR}/select.cpp" "${HYBRID_MOE_KERNEL_DIR}/scalar.cpp"
                  "${HYBRID_MOE_KERNEL_DIR}/quants.cpp")
   set_source_files_properties("${HYBRID_MOE_KERNEL_DIR}/scalar.cpp" "${HYBRID_MOE_KERNEL_DIR}/quants.cpp" PROPERTIES COMPILE_OPTIONS "${common}")
   if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")

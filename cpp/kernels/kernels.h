@@ -62,10 +62,12 @@ struct Activation {
 
 constexpr bool has_gate(Activation::Kind kind) { return kind >= Activation::swiglu; }
 
-// A panel of expanded weights: what matmul may use as scratch.
-constexpr int64_t panel_rows  = 16;
-constexpr int64_t panel_k     = 1024;
-constexpr size_t  panel_bytes = size_t(panel_rows) * panel_k * sizeof(float);
+// Scratch of `gemm`: a panel of gemm_panel_rows x piece_k expanded weights, twice, and the activations of
+// gemm_block_tokens x piece_k. 320 KiB: it stays in a 512 KiB L2.
+constexpr int64_t piece_k           = 256;
+constexpr int64_t gemm_panel_rows   = 32;  // tiles of rows are multiples of it
+constexpr int64_t gemm_block_tokens = 128;
+constexpr size_t  gemm_scratch_bytes = size_t(2 * gemm_panel_rows + gemm_block_tokens) * piece_k * sizeof(float);
 
 // Results depend on the table (order of additions) but not on how a caller cuts rows or tokens into calls: a row's
 // dot product is always accumulated in the same order for the same path, and the path depends on m of the whole expert
@@ -77,9 +79,9 @@ struct Kernels {
     // Types of quants.h meet rounded activations on all tables but the scalar one, here and in gemm, which needs no panel then.
     void (*dot)(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t);
 
-    // The same product for many token rows: weights are expanded into `panel` (panel_bytes, 64-byte aligned) once per
-    // block of token rows and multiplied from there.
-    void (*gemm)(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t, float * panel);
+    // The same product for many token rows: weights are expanded into `scratch` (gemm_scratch_bytes, 64-byte aligned)
+    // once per block of token rows and multiplied from there.
+    void (*gemm)(const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & t, float * scratch);
 
     // Decodes values [i0, i0 + n) of one row to float; i0 and n are multiples of group_len(type).
     void (*expand)(const ExpertMatrix & e, int64_t i_row, int64_t i0, int64_t n, float * out);
@@ -102,7 +104,7 @@ struct Kernels {
 bool worth_taking(const Kernels & kernels, WeightType type);
 
 // From how many token rows per expert on `gemm` is used. Re-measure with `hybrid-moe bench kernels`.
-constexpr int64_t gemm_min_rows = 6;
+int64_t gemm_min_rows(WeightType type);
 
 // All implementations compiled in, fastest first; the last, "scalar", runs everywhere.
 struct Implementation {

@@ -48,7 +48,7 @@ struct KScales {
     float min(int i) const { return float(mins >> (8 * i) & 63); }
 };
 
-// Types whose products go through multiply_quants_*: all with blocks.
+// Types whose Kernels::dot is multiply_quants_*: all with blocks.
 constexpr bool is_quantised(WeightType type) { return type == WeightType::q8_0 || type >= WeightType::q4_0; }
 
 // multiply_*: as Kernels::dot, for any number of token rows of a quantised type. expand_*: as Kernels::expand.

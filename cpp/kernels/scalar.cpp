@@ -7,6 +7,7 @@ namespace {
 struct Vec {
     static constexpr int   width    = 1;
     static constexpr float fp8_unit = 1.0f;  // from_fp8 returns the code's value itself
+    static constexpr int   gemm_tokens = 6;
     float v;
 
     // Floating-point environment of a kernel call; plain floats need none.
@@ -22,6 +23,7 @@ struct Vec {
     static Vec div(Vec a, Vec b) { return {a.v / b.v}; }
     static Vec min(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
     static Vec max(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
+    static Vec where_positive(Vec a, Vec b) { return {a.v > 0.0f ? b.v : 0.0f}; }
     static Vec exp(Vec a) { return {__builtin_expf(a.v)}; }
     static inline uint16_t f16_bits(float f);
     static void reduce4(Vec a, Vec b, Vec c, Vec d, float * out) { out[0] = a.v; out[1] = b.v; out[2] = c.v; out[3] = d.v; }
@@ -37,6 +39,20 @@ struct Vec {
 }  // namespace
 
 #include "body.h"
+
+namespace {
+
+inline void turn_floats(const float * in, int64_t rows, int64_t n, float * out) {
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t i = 0; i < n; i++) out[i * rows + r] = in[r * piece_k + i];
+    }
+}
+
+template <WeightType T> bool turn_codes(const ExpertMatrix &, int64_t, int64_t, int64_t, int64_t, float *) { return false; }
+
+}  // namespace
+
+#include "body_gemm.h"
 
 namespace {
 

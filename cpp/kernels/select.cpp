@@ -1,4 +1,4 @@
-// Weight type facts and the choice of an implementation, in baseline code. No loops over weights.
+// The choice of an implementation, in baseline code.
 #include "kernels.h"
 
 #include <cstdio>
@@ -16,18 +16,6 @@ extern const Kernels kernels_avx2;
 #endif
 
 namespace {
-
-struct TypeFacts {
-    const char * name;
-    int64_t group_len;
-    size_t  group_bytes;
-};
-
-constexpr TypeFacts facts[n_weight_types] = {
-    {"F32", 1, 4}, {"F16", 1, 2}, {"BF16", 1, 2}, {"Q8_0", 32, 34}, {"FP8 E4M3", 1, 1},
-    {"Q4_0", 32, 18}, {"Q4_K", 256, 144}, {"Q5_K", 256, 176}, {"Q6_K", 256, 210}, {"IQ4_XS", 256, 136},
-    {"MXFP4", 32, 17}, {"NVFP4", 64, 36},
-};
 
 #if defined(__x86_64__)
 // __builtin_cpu_supports also asks whether the operating system saves the registers.
@@ -64,14 +52,10 @@ constexpr Implementation all[] = {
 
 }  // namespace
 
-const char * name_of(WeightType type) { return facts[int(type)].name; }
-int64_t group_len(WeightType type) { return facts[int(type)].group_len; }
-size_t group_bytes(WeightType type) { return facts[int(type)].group_bytes; }
-
 // AVX2 tables: our speed over the better of stock ggml 0.25.3's layouts (plain, repacked) for a layer 7168x2048, top-8, one
 // thread, processor time on a shared Zen 3, at 1 / 32 token rows: Q4_0 1.2 / 2.2, Q4_K 1.2 / 2.9, Q5_K 1.2 / 2.4, Q6_K
-// 1.1 / 2.8, IQ4_XS 1.2 / 2.5, MXFP4 1.1 / 2.3, NVFP4 1.2 / 2.1, Q8_0 1.2 / 1.6; at 256 rows Q4_K 1.5, Q5_K 1.4. Re-measure with
-// `hybrid-moe bench layer`. The scalar table decodes value by value: stock's is faster.
+// 1.1 / 2.8, IQ4_XS 1.2 / 2.5, MXFP4 1.1 / 2.3, NVFP4 1.2 / 2.1, Q8_0 1.2 / 1.6; at 256 rows Q4_K 1.5, Q5_K 1.4,
+// Q6_K 1.5, IQ4_XS 1.3, MXFP4 2.3. Re-measure with `hybrid-moe bench layer`. The scalar table decodes value by value: stock's is faster.
 bool worth_taking(const Kernels & kernels, WeightType type) { return &kernels != &kernels_scalar || type < WeightType::q4_0; }
 
 const Implementation * implementations(size_t * n) {

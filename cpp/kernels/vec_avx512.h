@@ -7,6 +7,8 @@ namespace {
 struct Vec512 {
     static constexpr int   width    = 16;
     static constexpr float fp8_unit = 0x1p120f;  // from_fp8: as in avx2.cpp
+    static constexpr int   fp8_rows    = 1;   // of static estimates, the best
+    static constexpr int   gemm_tokens = 12;  // 24 accumulators of 32
     __m512 v;
 
     // E4M3 subnormals may be float subnormals while we compute: "denormals are zero" must be off.
@@ -45,6 +47,9 @@ struct Vec512 {
     static Vec div(Vec a, Vec b) { return make(_mm512_div_ps(a.v, b.v)); }                                             \
     static Vec min(Vec a, Vec b) { return make(_mm512_min_ps(a.v, b.v)); }                                             \
     static Vec max(Vec a, Vec b) { return make(_mm512_max_ps(a.v, b.v)); }                                             \
+    static Vec where_positive(Vec a, Vec b) {                                                                          \
+        return make(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_GT_OQ), b.v));               \
+    }                                                                                                                  \
     static void reduce4(Vec a, Vec b, Vec c, Vec d, float * out) {                                                     \
         out[0] = _mm512_reduce_add_ps(a.v);                                                                            \
         out[1] = _mm512_reduce_add_ps(b.v);                                                                            \
@@ -87,15 +92,54 @@ inline bool has_fp8_nan_512(const uint8_t * codes, size_t n) {
     return any;
 }
 
-// FP8 groups of 64 codes in four parts of 16 floats: what two of the three files share.
-inline void store_x_f32(const float * x, float scale, uint8_t * out) {
+// The order in which a decoder wants a group of 64 activations, for permutes of two registers each: lane i of part q is
+// activation position(16 q + i).
+struct GroupOrder {
+    alignas(64) int index[64];  // within 32 activations
+    uint16_t        upper[4];   // lanes that come from the upper 32
+};
+
+constexpr GroupOrder make_order(int (*position)(int)) {
+    GroupOrder o{};
+    for (int i = 0; i < 64; i++) {
+        o.index[i] = position(i) % 32;
+        if (position(i) >= 32) o.upper[i / 16] = uint16_t(o.upper[i / 16] | 1 << i % 16);
+    }
+    return o;
+}
+
+// Part q of a group of 64 activations, times scale.
+inline __m512 ordered_part(const float * x, const GroupOrder & order, int q, __m512 scale) {
+    const __m512i index = _mm512_load_si512(order.index + 16 * q);
+    const __m512 lower = _mm512_permutex2var_ps(_mm512_loadu_ps(x), index, _mm512_loadu_ps(x + 16));
+    const __m512 upper = _mm512_permutex2var_ps(_mm512_loadu_ps(x + 32), index, _mm512_loadu_ps(x + 48));
+    return _mm512_mul_ps(_mm512_mask_blend_ps(order.upper[q], lower, upper), scale);
+}
+
+// A group in four parts of 16 floats: what two of the four files share.
+inline void store_x_f32(const float * x, const GroupOrder & order, float scale, uint8_t * out) {
     const __m512 s = _mm512_set1_ps(scale);
-    for (int i = 0; i < 64; i += 16) _mm512_storeu_ps(reinterpret_cast<float *>(out) + i, _mm512_mul_ps(_mm512_loadu_ps(x + i), s));
+    for (int q = 0; q < 4; q++) _mm512_storeu_ps(reinterpret_cast<float *>(out) + 16 * q, ordered_part(x, order, q, s));
 }
 
 inline __m512 multiply_f32(__m512 part, const uint8_t * x, __m512 acc) {
     return _mm512_fmadd_ps(part, _mm512_loadu_ps(reinterpret_cast<const float *>(x)), acc);
 }
+
+#ifdef __AVX512BF16__
+// The same in two parts of 32 BF16, rounded to nearest even.
+inline void store_x_bf16(const float * x, const GroupOrder & order, float scale, uint8_t * out) {
+    const __m512 s = _mm512_set1_ps(scale);
+    for (int q = 0; q < 4; q++) {  // the instruction that converts two registers at once is wrong in emulators
+        const __m256bh h = _mm512_cvtneps_pbh(ordered_part(x, order, q, s));
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + 32 * q), (__m256i) h);
+    }
+}
+
+inline __m512 multiply_bf16(__m512i part, const uint8_t * x, __m512 acc) {
+    return _mm512_dpbf16_ps(acc, (__m512bh) part, (__m512bh) _mm512_loadu_si512(x));
+}
+#endif
 
 // BF16 of the 128 magnitudes of E4M3, low bytes then high bytes, as two-register tables for byte permutes.
 struct Bf16Tables {

@@ -21,12 +21,12 @@ struct Plan {
 Plan decide(const ExpertMatmul & op, const Routing & route, int n_threads) {
     Plan plan;
     const int64_t n_rows = op.experts.shape.n_rows;
-    // At least eight tiles per thread, so that the last one to finish is short; multiples of the panel height.
+    // At least eight tiles per thread, so that the last one to finish is short; multiples of what gemm takes at once.
     const int64_t wanted = 8 * int64_t(n_threads);
     const int64_t n_active = int64_t(route.active.size());
     const int64_t per_expert = n_active ? (wanted + n_active - 1) / n_active : 1;
     int64_t rows = (n_rows + per_expert - 1) / per_expert;
-    rows = (rows + panel_rows - 1) / panel_rows * panel_rows;
+    rows = (rows + gemm_panel_rows - 1) / gemm_panel_rows * gemm_panel_rows;
     plan.tile_rows = rows < 1 ? 1 : rows;
     plan.n_tiles_per_expert = (n_rows + plan.tile_rows - 1) / plan.tile_rows;
     const int64_t n_tiles = plan.n_tiles_per_expert * n_active;
@@ -42,19 +42,25 @@ struct Run {
     Workspace &          work;
     std::atomic<int64_t> next{0};
     std::atomic<bool>    aborted{false};
+    Turn                 turn;
 };
 
-float * panel_of(std::vector<uint8_t> & scratch, int i_thread) {
+float * gemm_scratch_of(std::vector<uint8_t> & scratch, int i_thread) {
     const uintptr_t aligned = (uintptr_t(scratch.data()) + 63) & ~uintptr_t(63);
-    return reinterpret_cast<float *>(aligned + size_t(i_thread) * panel_bytes);
+    return reinterpret_cast<float *>(aligned + size_t(i_thread) * gemm_scratch_bytes);
 }
+
+int64_t n_tiles_of(const Run & run) { return run.plan.n_tiles_per_expert * int64_t(run.work.routing.active.size()); }
+
+bool is_done(const Run & run) { return run.aborted.load() || run.next.load() >= n_tiles_of(run); }
 
 void compute_tiles(void * context, int i_thread, int) {
     Run & run = *static_cast<Run *>(context);
     const Routing & route = run.work.routing;
-    const int64_t n_tiles = run.plan.n_tiles_per_expert * int64_t(route.active.size());
+    const int64_t n_tiles = n_tiles_of(run);
     const int64_t n_rows = run.op.experts.shape.n_rows;
     for (;;) {
+        if (run.turn.is_over()) return;
         const int64_t tile = run.next.fetch_add(1, std::memory_order_relaxed);
         if (tile >= n_tiles || run.aborted.load(std::memory_order_relaxed)) return;
         const int64_t in_expert = tile % run.plan.n_tiles_per_expert;
@@ -67,7 +73,7 @@ void compute_tiles(void * context, int i_thread, int) {
         const TokenRows rows = {run.work.x.data() + begin, run.work.y.data() + begin, route.n_rows(i_expert)};
         const int64_t row0 = in_expert * run.plan.tile_rows;
         const int64_t row1 = row0 + run.plan.tile_rows < n_rows ? row0 + run.plan.tile_rows : n_rows;
-        multiply(*run.options.kernels, run.op.experts.matrix(i_expert), row0, row1, rows, panel_of(run.work.scratch, i_thread));
+        multiply(*run.options.kernels, run.op.experts, i_expert, row0, row1, rows, gemm_scratch_of(run.work.scratch, i_thread));
     }
 }
 
@@ -101,11 +107,16 @@ const char * make_experts_ready(const ExpertWeights & w, const Routing & route, 
     return use.error.load();
 }
 
-void multiply(const Kernels & kernels, const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & rows, float * panel) {
-    if (rows.m >= gemm_min_rows) {
-        kernels.gemm(e, row0, row1, rows, panel);
-    } else {
-        kernels.dot(e, row0, row1, rows);
+void multiply(const Kernels & kernels, const ExpertWeights & w, int64_t i_expert, int64_t row0, int64_t row1,
+              const TokenRows & rows, float * scratch) {
+    for (int64_t end; row0 < row1; row0 = end) {
+        const ExpertMatrix e = w.matrix(i_expert, row0, end);
+        end = end < row1 ? end : row1;
+        if (rows.m >= gemm_min_rows(e.type)) {
+            kernels.gemm(e, row0, end, rows, scratch);
+        } else {
+            kernels.dot(e, row0, end, rows);
+        }
     }
 }
 
@@ -133,10 +144,10 @@ RunStatus run_expert_matmul(const ExpertMatmul & op, const RunOptions & options,
         return RunStatus::failed;
     }
     const Plan plan = decide(op, route, options.n_threads);
-    const size_t panels = panel_bytes * size_t(options.n_threads) + 64;
-    if (work.scratch.size() < panels) work.scratch.resize(panels);
+    const size_t needed = gemm_scratch_bytes * size_t(options.n_threads) + 64;
+    if (work.scratch.size() < needed) work.scratch.resize(needed);
     Run run{op, plan, options, work};
-    run_team(plan.n_threads, compute_tiles, &run);
+    for (; !is_done(run); run.turn = Turn()) run_team(plan.n_threads, compute_tiles, &run);
     if (run.aborted.load()) return RunStatus::aborted;
     count_matmul(op.experts, op.experts.shape.n_rows, route);
     return RunStatus::ok;
@@ -146,7 +157,7 @@ void count_layer() { total_layers.fetch_add(1, std::memory_order_relaxed); }
 
 void count_matmul(const ExpertWeights & w, int64_t n_rows, const Routing & route) {
     uint64_t n_gemm = 0;
-    for (int64_t i : route.active) n_gemm += route.n_rows(i) >= gemm_min_rows;
+    for (int64_t i : route.active) n_gemm += route.n_rows(i) >= gemm_min_rows(w.shape.type);
     total_matmuls.fetch_add(1, std::memory_order_relaxed);
     total_rows.fetch_add(route.pairs.size(), std::memory_order_relaxed);
     total_bytes.fetch_add(uint64_t(n_rows) * w.shape.row_bytes * route.active.size(), std::memory_order_relaxed);

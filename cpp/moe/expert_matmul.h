@@ -3,6 +3,7 @@
 #pragma once
 
 #include "moe/expert_tensor.h"
+#include "moe/lanes.h"
 #include "moe/routing.h"
 
 #include <atomic>
@@ -11,7 +12,7 @@
 
 namespace hybrid_moe {
 
-// Where the experts' bytes are: in one piece (GGUF), or one pointer per expert (`scattered`, a checkpoint).
+// Where the experts' bytes are: in one piece (GGUF), or wherever `scattered` says (a checkpoint, or a copy in memory).
 struct ExpertWeights {
     const char *        name = "";
     ExpertTensor::Shape shape{};
@@ -19,9 +20,15 @@ struct ExpertWeights {
     size_t              expert_bytes = 0;
     ExpertTensor *      scattered    = nullptr;
 
+    const std::vector<RowPart> & parts() const {
+        static const std::vector<RowPart> none;
+        return scattered ? scattered->parts() : none;
+    }
     bool is_ready(int64_t i_expert) const { return !scattered || scattered->is_ready(i_expert); }
-    ExpertMatrix matrix(int64_t i_expert) const {
-        if (scattered) return scattered->matrix(i_expert);
+    // One expert from `row` on; only rows before row_end may be read.
+    ExpertMatrix matrix(int64_t i_expert, int64_t row, int64_t & row_end) const {
+        if (scattered) return scattered->matrix(i_expert, row, row_end);
+        row_end = shape.n_rows;
         return {shape.type, base + size_t(i_expert) * expert_bytes, shape.row_bytes, shape.n_rows, shape.k, nullptr, 0, 0};
     }
 };
@@ -48,6 +55,7 @@ struct Workspace {
     std::vector<float>         pair_weight;
     std::vector<float *>       token_y;      // per token
     std::vector<float *>       tile_y;       // per thread and row of a tile
+    Lanes                      up_tiles, down_tiles;
     std::unique_ptr<std::atomic<int32_t>[]> up_done;  // per active expert
     size_t                     n_up_done = 0;
     std::vector<uint8_t>       scratch;      // cut up by whoever runs
@@ -79,8 +87,9 @@ Counters counters();
 void count_layer();
 void count_matmul(const ExpertWeights & w, int64_t n_rows, const Routing & route);
 
-// One tile of one expert: the kernel that suits the number of token rows.
-void multiply(const Kernels & kernels, const ExpertMatrix & e, int64_t row0, int64_t row1, const TokenRows & rows, float * panel);
+// Rows [row0, row1) of one expert, by the kernel that suits the number of token rows.
+void multiply(const Kernels & kernels, const ExpertWeights & w, int64_t i_expert, int64_t row0, int64_t row1,
+              const TokenRows & rows, float * scratch);
 
 // Writes the sentence for a pair whose id is out of range (at least 512 bytes).
 void describe_bad_id(const ExpertWeights & w, const ExpertIds & ids, Pair bad, char * error);

@@ -35,6 +35,16 @@ void read_ahead(const uint8_t * p, size_t n) {
     madvise(reinterpret_cast<void *>(begin), uintptr_t(p) + n - begin, MADV_WILLNEED);  // advice: may fail
 }
 
+// Bytes that have been copied: the kernel may take these pages before others. Nothing is lost that way.
+void will_not_need(const uint8_t * p, size_t n) {
+#ifdef MADV_COLD
+    const uintptr_t page  = uintptr_t(sysconf(_SC_PAGESIZE));
+    const uintptr_t begin = (uintptr_t(p) + page - 1) & ~(page - 1);
+    const uintptr_t end   = (uintptr_t(p) + n) & ~(page - 1);
+    if (begin < end) madvise(reinterpret_cast<void *>(begin), end - begin, MADV_COLD);
+#endif
+}
+
 }  // namespace
 
 ExpertTensor::ExpertTensor(std::string name, const Shape & shape, std::vector<const uint8_t *> of_expert,
@@ -60,17 +70,33 @@ void ExpertTensor::allocate_scales() {
     void * p = mmap(nullptr, map_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) throw std::runtime_error(name_ + ": no address space for its scales");
     scale_ = static_cast<float *>(p);
-    ready_.reset(new std::atomic<bool>[size_t(shape_.n_expert)]());
+    expect_first_use();
+}
+
+void ExpertTensor::expect_first_use() {
+    if (!ready_) ready_.reset(new std::atomic<bool>[size_t(shape_.n_expert)]());
+}
+
+bool ExpertTensor::copy_to_memory() {
+    if (!origin_.empty()) copy_ = shared_copy(name_, origin_, shape_.n_expert, shape_.n_rows, shape_.row_bytes);
+    if (copy_) expect_first_use();
+    return bool(copy_);
+}
+
+const std::vector<RowPart> & ExpertTensor::parts() const {
+    static const std::vector<RowPart> none;
+    return copy_ ? copy_->parts() : none;
 }
 
 ExpertTensor::~ExpertTensor() {
     if (scale_) munmap(scale_, map_bytes_);
 }
 
-ExpertMatrix ExpertTensor::matrix(int64_t i_expert) const {
+ExpertMatrix ExpertTensor::matrix(int64_t i_expert, int64_t row, int64_t & row_end) const {
     ExpertMatrix e;
+    row_end      = shape_.n_rows;
     e.type       = shape_.type;
-    e.w          = codes_[size_t(i_expert)];
+    e.w          = copy_ ? copy_->rows_at(i_expert, row, row_end) : codes_[size_t(i_expert)];
     e.row_bytes  = shape_.row_bytes;
     e.n_rows     = shape_.n_rows;
     e.k          = shape_.k;
@@ -126,11 +152,7 @@ const char * ExpertTensor::choose_scales(int64_t i_expert) {
     return nullptr;
 }
 
-const char * ExpertTensor::make_ready(int64_t i_expert, const Kernels & kernels) {
-    if (const char * already = rejected_.load(std::memory_order_acquire)) return already;
-    const size_t n = size_t(shape_.n_rows) * shape_.row_bytes;
-    const uint8_t * codes = codes_[size_t(i_expert)];
-    read_ahead(codes, n);
+const char * ExpertTensor::expand_scales(int64_t i_expert) {
     if (const char * unknown = choose_scales(i_expert)) return unknown;
     float * to = scale_ + grid_len_ * size_t(i_expert);
     for (size_t i = 0; i < grid_len_; i++) {
@@ -138,7 +160,24 @@ const char * ExpertTensor::make_ready(int64_t i_expert, const Kernels & kernels)
         if (!std::isfinite(s)) return reject(i_expert, "a block scale is not finite");
         to[i] = s;
     }
-    if (kernels.has_fp8_nan(codes, n)) return reject(i_expert, "a weight is NaN (E4M3 code 0x7F or 0xFF)");
+    return nullptr;
+}
+
+const char * ExpertTensor::make_ready(int64_t i_expert, const Kernels & kernels) {
+    if (const char * already = rejected_.load(std::memory_order_acquire)) return already;
+    const size_t n = size_t(shape_.n_rows) * shape_.row_bytes;
+    const uint8_t * codes = codes_[size_t(i_expert)];
+    // What another model of the same file has copied, it has also checked: the file need not be read again.
+    const bool is_known_good = copy_ && copy_->has(i_expert);
+    if (!is_known_good) read_ahead(codes, n);
+    if (scale_) {
+        if (const char * what = expand_scales(i_expert)) return what;
+        if (!is_known_good && kernels.has_fp8_nan(codes, n)) return reject(i_expert, "a weight is NaN (E4M3 code 0x7F or 0xFF)");
+    }
+    if (copy_ && !is_known_good) {
+        copy_->fetch(i_expert, codes);
+        will_not_need(codes, n);
+    }
     ready_[size_t(i_expert)].store(true, std::memory_order_release);
     return nullptr;
 }

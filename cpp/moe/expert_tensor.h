@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/kernels.h"
+#include "moe/expert_copy.h"
 
 #include <atomic>
 #include <functional>
@@ -57,19 +58,34 @@ public:
     const std::string & name() const { return name_; }
     const Shape & shape() const { return shape_; }
 
-    // The matrix of one expert; FP8: only after is_ready(i_expert).
-    ExpertMatrix matrix(int64_t i_expert) const;
+    // Which bytes of which files the weights are: one piece per expert, or one for all.
+    void set_origin(std::vector<FilePiece> pieces) { origin_ = std::move(pieces); }
+    // From now on experts are copied to memory at their first use. False when the origin is not known or memory does not
+    // suffice: they are then used where they are.
+    bool copy_to_memory();
+    bool is_copied() const { return bool(copy_); }
+
+    // Where the bytes of one expert came from, in one piece, whether or not there is a copy.
+    const uint8_t * source(int64_t i_expert) const { return codes_[size_t(i_expert)]; }
+
+    // The rows of each NUMA node; empty without a copy.
+    const std::vector<RowPart> & parts() const;
+
+    // One expert from `row` on; only rows before row_end may be read. Only after is_ready(i_expert).
+    ExpertMatrix matrix(int64_t i_expert, int64_t row, int64_t & row_end) const;
 
     // FP8 experts are looked at when they are first used, so that opening a checkpoint reads none of them: codes and
-    // scales must be finite, and scales become float. Other types are always ready.
+    // scales must be finite, and scales become float. Experts to be copied are copied then. Others are always ready.
     bool is_ready(int64_t i_expert) const {
-        return !scale_ || ready_[size_t(i_expert)].load(std::memory_order_acquire);
+        return !ready_ || ready_[size_t(i_expert)].load(std::memory_order_acquire);
     }
     // May be called by several threads, also for the same expert. Returns null, or a sentence that says what is wrong.
     const char * make_ready(int64_t i_expert, const Kernels & kernels);
 
 private:
     void allocate_scales();
+    void expect_first_use();
+    const char * expand_scales(int64_t i_expert);
     const char * choose_scales(int64_t i_expert);
     const char * reject(int64_t i_expert, const char * what,
                         const char * remedy = "the checkpoint is damaged, download it again");
@@ -77,6 +93,8 @@ private:
     std::string                  name_;
     Shape                        shape_;
     std::vector<const uint8_t *> codes_;
+    std::vector<FilePiece>       origin_;
+    std::shared_ptr<ExpertCopy>  copy_;
     BlockScales                  scales_;
     std::shared_ptr<const void>  keep_alive_;
     std::vector<ScaleCandidate>  candidates_;             // empty once the scales are certain

@@ -3,6 +3,8 @@
 //
 //   h[t, s]  = activation(gate[e] x[t] + gate_bias[e], up[e] x[t] + up_bias[e])         e = ids[t, s]
 //   y[t]     = sum over s of weight[t, s] * (down[e] h[t, s] + down_bias[e])
+//
+// where a projection's product may have a scale per expert before its bias is added.
 #pragma once
 
 #include "moe/expert_matmul.h"
@@ -18,11 +20,23 @@ struct ExpertBias {
     }
 };
 
+// [n_expert] floats, `stride` bytes apart; null when there is none.
+struct ExpertScale {
+    const uint8_t * data   = nullptr;
+    int64_t         stride = 0;
+    float of(int64_t i_expert) const {
+        float f = 1.0f;
+        if (data) __builtin_memcpy(&f, data + i_expert * stride, sizeof f);
+        return f;
+    }
+};
+
 // One projection: rows [row0, row0 + n_rows) of `weights` (a merged gate_up tensor holds two projections).
 struct Projection {
     ExpertWeights weights;
     int64_t       row0   = 0;
     int64_t       n_rows = 0;
+    ExpertScale   scale;
     ExpertBias    bias;  // indexed by the projection's own rows
 };
 

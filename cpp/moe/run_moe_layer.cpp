@@ -1,11 +1,13 @@
 // Runs a MoeLayer on the CPU team. Two kinds of tiles, taken in one order by whichever thread is free:
 //   1. (expert, rows of gate and up): h for all token rows of that expert
 //   2. (rows of down): y for all tokens of the tile, expert after expert
+// Of each kind a thread takes those first whose weights are on its NUMA node (lanes.h).
 // Tiles of kind 2 wait for the experts they read, one by one, and for no barrier. All tiles of kind 1 are taken before
 // any of kind 2, so somebody is always working on what a waiting thread waits for.
 #include "moe/moe_layer.h"
 #include "threads/team.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -18,52 +20,54 @@ namespace {
 constexpr int64_t token_tile = 2048;
 
 // How many tiles a thread should get of each kind, so that the last one to finish is short.
-constexpr int64_t tiles_per_thread = 4;
+constexpr int64_t tiles_per_thread = 6;
 
 struct Plan {
     int     n_threads;
-    int64_t up_rows;     // rows per tile of kind 1
-    int64_t n_up_tiles;  // per expert
-    int64_t down_rows;   // rows per tile of kind 2
-    int64_t n_down_tiles;
+    int64_t up_rows;    // rows per tile of kind 1
+    int64_t down_rows;  // rows per tile of kind 2
 };
 
 int64_t rows_per_tile(int64_t n_rows, int64_t n_tiles) {
     const int64_t rows = (n_rows + n_tiles - 1) / (n_tiles < 1 ? 1 : n_tiles);
-    return (rows + panel_rows - 1) / panel_rows * panel_rows;
+    return (rows + gemm_panel_rows - 1) / gemm_panel_rows * gemm_panel_rows;
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-Plan decide(const MoeLayer & layer, const Routing & route, int n_threads) {
+// A tile's results, rows x the token rows of an expert, stay below this where the batch allows: they are read again at once.
+constexpr int64_t tile_floats = 256 << 10;
+
+int64_t at_most_rows(int64_t m_max) {
+    const int64_t rows = tile_floats / (m_max < 1 ? 1 : m_max) / gemm_panel_rows * gemm_panel_rows;
+    return rows < 4 * gemm_panel_rows ? 4 * gemm_panel_rows : rows;  // lower tiles would gather the same tokens too often
+}
+
+Plan decide(const MoeLayer & layer, const Routing & route, int64_t m_max, int n_threads) {
     Plan plan;
     const int64_t n_active = int64_t(route.active.size());
     const int64_t wanted = tiles_per_thread * int64_t(n_threads);
-    plan.n_threads    = n_threads;
-    plan.up_rows      = rows_per_tile(layer.n_ff(), n_active ? ceil_div(wanted, n_active) : 1);
-    plan.n_up_tiles   = ceil_div(layer.n_ff(), plan.up_rows);
-    plan.down_rows    = rows_per_tile(layer.n_embd(), wanted);
-    plan.n_down_tiles = ceil_div(layer.n_embd(), plan.down_rows);
+    plan.n_threads = n_threads;
+    plan.up_rows   = std::min(rows_per_tile(layer.n_ff(), n_active ? ceil_div(wanted, n_active) : 1), at_most_rows(m_max));
+    plan.down_rows = std::min(rows_per_tile(layer.n_embd(), wanted), at_most_rows(m_max));
     return plan;
 }
 
 size_t round_up(size_t n_floats) { return (n_floats + 15) / 16 * 16; }
 
-// Memory of one run, cut out of the workspace: h, and per thread a panel and two tiles of results.
+// Memory of one run, cut out of the workspace: h, and per thread what gemm needs and a tile of results.
 struct Scratch {
     float * h;           // [pairs][n_ff], in the order of the routing
     float * threads;
     size_t  per_thread;  // floats
-    size_t  per_tile;    // [largest m of an expert][rows of a tile]
 
-    float * panel(int i_thread) const { return threads + size_t(i_thread) * per_thread; }
-    float * tile(int i_thread, int which) const { return panel(i_thread) + panel_bytes / sizeof(float) + size_t(which) * per_tile; }
+    float * gemm(int i_thread) const { return threads + size_t(i_thread) * per_thread; }
+    float * tile(int i_thread) const { return gemm(i_thread) + gemm_scratch_bytes / sizeof(float); }
 };
 
 Scratch cut(std::vector<uint8_t> & bytes, const MoeLayer & layer, const Plan & plan, size_t n_pairs, int64_t m_max) {
     Scratch s;
-    s.per_tile   = round_up(size_t(m_max * (plan.up_rows > plan.down_rows ? plan.up_rows : plan.down_rows)));
-    s.per_thread = panel_bytes / sizeof(float) + 2 * s.per_tile;
+    s.per_thread = gemm_scratch_bytes / sizeof(float) + round_up(size_t(m_max * std::max(plan.up_rows, plan.down_rows)));
     const size_t h_floats = round_up(n_pairs * size_t(layer.n_ff()));
     const size_t needed = (h_floats + s.per_thread * size_t(plan.n_threads)) * sizeof(float) + 64;
     if (bytes.size() < needed) bytes.resize(needed);
@@ -80,66 +84,67 @@ struct Run {
     Workspace &        work;
     Scratch            scratch;
     int64_t            m_max;
-    std::atomic<int64_t> next{0};
     std::atomic<bool>    aborted{false};
+    Turn                 turn;
 };
 
-// Rows [row0, row1) of a projection for m token rows of one expert, to `out` [m][row1 - row0].
+// Rows [row0, row1) of a projection for m token rows of one expert, to `out`: m rows, `stride` floats apart.
 void project(Run & run, const Projection & p, int64_t i_expert, int64_t row0, int64_t row1, const float * const * x,
-             int64_t m, float * out, int i_thread) {
-    const int64_t n = row1 - row0;
+             int64_t m, float * out, int64_t stride, int i_thread) {
     float ** y = run.work.tile_y.data() + int64_t(i_thread) * run.m_max;
-    for (int64_t j = 0; j < m; j++) y[j] = out + j * n - (p.row0 + row0);  // kernels index y by the matrix's row
-    multiply(*run.options.kernels, p.weights.matrix(i_expert), p.row0 + row0, p.row0 + row1, {x, y, m},
-             run.scratch.panel(i_thread));
+    for (int64_t j = 0; j < m; j++) y[j] = out + j * stride - (p.row0 + row0);  // kernels index y by the matrix's row
+    multiply(*run.options.kernels, p.weights, i_expert, p.row0 + row0, p.row0 + row1, {x, y, m},
+             run.scratch.gemm(i_thread));
+    const int64_t n = row1 - row0;
+    const float scale = p.scale.of(i_expert);
+    for (int64_t j = 0; p.scale.data && j < m; j++) {
+        for (int64_t i = 0; i < n; i++) out[j * stride + i] *= scale;
+    }
     const float * bias = p.bias.of(i_expert);
-    for (int64_t j = 0; bias && j < m; j++) run.options.kernels->accumulate(1.0f, bias + row0, n, out + j * n);
+    for (int64_t j = 0; bias && j < m; j++) run.options.kernels->accumulate(1.0f, bias + row0, n, out + j * stride);
 }
 
-void up_tile(Run & run, int64_t tile, int i_thread) {
+void up_tile(Run & run, int64_t i_active, RowTile tile, int i_thread) {
     const MoeLayer & layer = run.layer;
     const Routing & route = run.work.routing;
-    const int64_t i_active = tile / run.plan.n_up_tiles;
     const int64_t i_expert = route.active[size_t(i_active)];
     const int64_t begin = route.begin[size_t(i_expert)];
     const int64_t m = route.n_rows(i_expert);
-    const int64_t row0 = tile % run.plan.n_up_tiles * run.plan.up_rows;
-    const int64_t row1 = row0 + run.plan.up_rows < layer.n_ff() ? row0 + run.plan.up_rows : layer.n_ff();
+    const auto [row0, row1] = tile;
     const int64_t n = row1 - row0;
-    float * gate = run.scratch.tile(i_thread, 0);
-    float * up   = run.scratch.tile(i_thread, 1);
+    float * h  = run.scratch.h + begin * layer.n_ff() + row0;  // holds the gate's rows first
+    float * up = run.scratch.tile(i_thread);
     const float * const * x = run.work.x.data() + begin;
-    if (has_gate(layer.activation.kind)) project(run, layer.gate, i_expert, row0, row1, x, m, gate, i_thread);
-    project(run, layer.up, i_expert, row0, row1, x, m, up, i_thread);
+    if (has_gate(layer.activation.kind)) project(run, layer.gate, i_expert, row0, row1, x, m, h, layer.n_ff(), i_thread);
+    project(run, layer.up, i_expert, row0, row1, x, m, up, n, i_thread);
     for (int64_t j = 0; j < m; j++) {
-        float * h = run.scratch.h + (begin + j) * layer.n_ff() + row0;
-        run.options.kernels->activate(layer.activation, gate + j * n, up + j * n, n, h);
+        float * row = h + j * layer.n_ff();
+        run.options.kernels->activate(layer.activation, row, up + j * n, n, row);
     }
     run.work.up_done[size_t(i_active)].fetch_add(1, std::memory_order_release);
 }
 
 bool wait_for_expert(const Run & run, int64_t i_active) {
-    while (run.work.up_done[size_t(i_active)].load(std::memory_order_acquire) < run.plan.n_up_tiles) {
+    while (run.work.up_done[size_t(i_active)].load(std::memory_order_acquire) < run.work.up_tiles.n_tiles()) {
         if (run.aborted.load(std::memory_order_relaxed)) return false;
         spin_once();
     }
     return true;
 }
 
-void down_tile(Run & run, int64_t tile, int i_thread) {
+void down_tile(Run & run, RowTile tile, int i_thread) {
     const MoeLayer & layer = run.layer;
     const Routing & route = run.work.routing;
-    const int64_t row0 = tile * run.plan.down_rows;
-    const int64_t row1 = row0 + run.plan.down_rows < layer.n_embd() ? row0 + run.plan.down_rows : layer.n_embd();
+    const auto [row0, row1] = tile;
     const int64_t n = row1 - row0;
-    float * out = run.scratch.tile(i_thread, 0);
+    float * out = run.scratch.tile(i_thread);
     for (float * y : run.work.token_y) memset(y + row0, 0, size_t(n) * sizeof(float));
     for (int64_t i = 0; i < int64_t(route.active.size()); i++) {
         if (!wait_for_expert(run, i)) return;
         const int64_t i_expert = route.active[size_t(i)];
         const int64_t begin = route.begin[size_t(i_expert)];
         const int64_t m = route.n_rows(i_expert);
-        project(run, layer.down, i_expert, row0, row1, run.work.h.data() + begin, m, out, i_thread);
+        project(run, layer.down, i_expert, row0, row1, run.work.h.data() + begin, m, out, n, i_thread);
         for (int64_t j = 0; j < m; j++) {
             const size_t pair = size_t(begin + j);
             run.options.kernels->accumulate(run.work.pair_weight[pair], out + j * n, n,
@@ -148,21 +153,29 @@ void down_tile(Run & run, int64_t tile, int i_thread) {
     }
 }
 
+// All tiles are taken, and taken tiles are finished before the team returns.
+bool is_done(const Run & run) {
+    return run.aborted.load() || (run.work.up_tiles.is_empty() && run.work.down_tiles.is_empty());
+}
+
 void compute_tiles(void * context, int i_thread, int) {
     Run & run = *static_cast<Run *>(context);
-    const int64_t n_up = run.plan.n_up_tiles * int64_t(run.work.routing.active.size());
-    const int64_t n_all = n_up + run.plan.n_down_tiles;
+    const int lane = run.work.up_tiles.has_nodes() || run.work.down_tiles.has_nodes() ? node_here() : 0;
     for (;;) {
-        const int64_t tile = run.next.fetch_add(1, std::memory_order_relaxed);
-        if (tile >= n_all || run.aborted.load(std::memory_order_relaxed)) return;
+        // Whoever took a tile finishes it, so leaving here keeps nobody waiting.
+        if (run.turn.is_over() || run.aborted.load(std::memory_order_relaxed)) return;
         if (run.options.abort && run.options.abort(run.options.abort_data)) {
             run.aborted.store(true);
             return;
         }
-        if (tile < n_up) {
-            up_tile(run, tile, i_thread);
+        int64_t i_active;
+        RowTile tile;
+        if (run.work.up_tiles.take(lane, i_active, tile)) {
+            up_tile(run, i_active, tile, i_thread);
+        } else if (run.work.down_tiles.take(lane, i_active, tile)) {
+            down_tile(run, tile, i_thread);
         } else {
-            down_tile(run, tile - n_up, i_thread);
+            return;
         }
     }
 }
@@ -238,16 +251,18 @@ RunStatus run_token_tile(const MoeLayer & layer, int64_t token0, int64_t n_token
     }
     int64_t m_max = 0;
     for (int64_t i : route.active) m_max = route.n_rows(i) > m_max ? route.n_rows(i) : m_max;
-    const Plan plan = decide(layer, route, options.n_threads);
+    const Plan plan = decide(layer, route, m_max, options.n_threads);
     Run run{layer, plan, options, work, cut(work.scratch, layer, plan, route.pairs.size(), m_max), m_max};
     gather(layer, token0, n_tokens, run.scratch, work);
+    work.up_tiles.cut(layer.up.weights.parts(), layer.up.row0, layer.n_ff(), plan.up_rows, int64_t(route.active.size()));
+    work.down_tiles.cut(layer.down.weights.parts(), layer.down.row0, layer.n_embd(), plan.down_rows, 1);
     work.tile_y.resize(size_t(m_max * plan.n_threads));
     if (work.n_up_done < route.active.size()) {
         work.n_up_done = route.active.size();
         work.up_done.reset(new std::atomic<int32_t>[work.n_up_done]);
     }
     for (size_t i = 0; i < route.active.size(); i++) work.up_done[i].store(0, std::memory_order_relaxed);
-    run_team(plan.n_threads, compute_tiles, &run);
+    for (; !is_done(run); run.turn = Turn()) run_team(plan.n_threads, compute_tiles, &run);
     if (run.aborted.load()) return RunStatus::aborted;
     if (has_gate(layer.activation.kind)) count_matmul(layer.gate.weights, layer.gate.n_rows, route);
     count_matmul(layer.up.weights, layer.up.n_rows, route);

@@ -7,7 +7,9 @@
 #include "plugin/device.h"
 #include "plugin/host.h"
 #include "plugin/settings.h"
+#include "threads/measure_team.h"
 #include "threads/team.h"
+#include "threads/topology.h"
 
 #include <cstdlib>
 #include <exception>
@@ -50,6 +52,10 @@ std::vector<FileRange> ranges(int64_t n, const int32_t * file, const uint64_t * 
     return out;
 }
 
+bool parse_mask(const char * cpus, std::vector<int> & out) {
+    return (cpus && parse_cpu_list(cpus, out)) || fail("the affinity mask must be a list such as 0-3,8") == 0;
+}
+
 const Kernels * kernels_named(const char * isa) {
     char text[256];
     const Kernels * k = select_kernels(isa, text, sizeof text);
@@ -79,6 +85,7 @@ const char * hybrid_moe_take_failure(void) {
 
 const char * hybrid_moe_isa(void) { return settings().kernels ? settings().kernels->name : ""; }
 const char * hybrid_moe_team(void) { return settings().kernels ? team_provider() : ""; }
+const char * hybrid_moe_pin(void) { return settings().kernels ? team_pin_mode() : ""; }
 
 const char * hybrid_moe_available_isas(void) {
     static const std::string names = [] {
@@ -101,6 +108,35 @@ void hybrid_moe_counters(uint64_t out[6]) {
     out[3] = c.n_dot_experts;
     out[4] = c.n_gemm_experts;
     out[5] = c.n_layers;
+}
+
+const char * hybrid_moe_machine(const char * sys_root, const char * proc_root, const char * cpus) {
+    thread_local std::string described;
+    if (!sys_root || !proc_root) {
+        described = machine().describe();
+        return described.c_str();
+    }
+    std::vector<int> allowed;
+    if (!parse_mask(cpus, allowed)) return nullptr;
+    described = read_machine(sys_root, proc_root, allowed).describe();
+    return described.c_str();
+}
+
+int hybrid_moe_pretend_machine(const char * sys_root, const char * proc_root, const char * cpus) {
+    std::vector<int> allowed;
+    if (!parse_mask(cpus, allowed)) return -1;
+    pretend_machine(read_machine(sys_root, proc_root, allowed));
+    return 0;
+}
+
+int hybrid_moe_choose_experts_memory(const char * name) {
+    return choose_experts_memory(name) ? 0 : fail(std::string("experts_memory=") + name + ": choose mmap or copy");
+}
+
+const char * hybrid_moe_copies(void) {
+    thread_local std::string described;
+    described = describe_copies(false);
+    return described.c_str();
 }
 
 hybrid_moe_table * hybrid_moe_table_new(int copied) { return new hybrid_moe_table(copied != 0); }
@@ -150,8 +186,8 @@ int hybrid_moe_matmul(const char * isa, int kernel, const hybrid_moe_matrix * ma
         if (kernel == 0) {
             k->dot(e, 0, e.n_rows, rows);
         } else {
-            std::unique_ptr<float, void (*)(void *)> panel(static_cast<float *>(aligned_alloc(64, panel_bytes)), free);
-            k->gemm(e, 0, e.n_rows, rows, panel.get());
+            std::unique_ptr<float, void (*)(void *)> scratch(static_cast<float *>(aligned_alloc(64, gemm_scratch_bytes)), free);
+            k->gemm(e, 0, e.n_rows, rows, scratch.get());
         }
         return 0;
     });
@@ -176,6 +212,14 @@ double hybrid_moe_measure_read(int n_threads, size_t bytes, int repeats) { retur
 double hybrid_moe_measure_fma(int n_threads, int repeats) {
     const Kernels * k = settings().kernels ? settings().kernels : kernels_named(nullptr);
     return measure_fma(*k, n_threads, repeats);
+}
+
+int hybrid_moe_measure_team(const char * provider, int n_threads, double gap_us, int host_works, double work_us, int rounds, double * out) {
+    const std::string before = team_provider();
+    if (!choose_team_provider(provider)) return fail(std::string("no team called ") + provider + " in this process");
+    const bool could = measure_team(n_threads, gap_us, host_works != 0, work_us, rounds, out);
+    choose_team_provider(before.c_str());
+    return could ? 0 : fail("the host has no OpenMP team in this process");
 }
 
 const char * hybrid_moe_judge_version(const char * version) {

@@ -19,14 +19,21 @@ HYBRID_MOE_API const char * hybrid_moe_refusal(void);
 // Why the last load or computation of this thread failed, once; empty when none did.
 HYBRID_MOE_API const char * hybrid_moe_take_failure(void);
 
-// The kernels in use ("avx2", ...), what runs the threads ("openmp", "pool"), and the names of all kernels that run
-// here, separated by spaces. The first two are empty before a host has loaded us.
+// The kernels in use ("avx2", ...), what runs the threads ("openmp", "pool"), where they are pinned ("auto", "on", "off"), and
+// the names of all kernels that run here, separated by spaces. All but the last are empty before a host has loaded us.
 HYBRID_MOE_API const char * hybrid_moe_isa(void);
 HYBRID_MOE_API const char * hybrid_moe_team(void);
+HYBRID_MOE_API const char * hybrid_moe_pin(void);
 HYBRID_MOE_API const char * hybrid_moe_available_isas(void);
 
 // {matmuls, token rows, weight bytes, experts by dot, experts by gemm, whole layers} since the process started.
 HYBRID_MOE_API void hybrid_moe_counters(uint64_t out[6]);
+
+// What of a machine this process may use, as a JSON object (cpp/threads/topology.h). Null roots: this machine, as it was
+// when the process first asked; else the files below them, with the affinity mask `cpus` ("0-3,8"). Null when that is no list.
+// hybrid_moe_pretend_machine makes that one this machine, for tests, before anything has run.
+HYBRID_MOE_API const char * hybrid_moe_machine(const char * sys_root, const char * proc_root, const char * cpus);
+HYBRID_MOE_API int hybrid_moe_pretend_machine(const char * sys_root, const char * proc_root, const char * cpus);
 
 // Expert tables: which bytes of which files stand for a tensor name. A table is used by one load at a time.
 typedef struct hybrid_moe_table hybrid_moe_table;
@@ -50,6 +57,11 @@ HYBRID_MOE_API int  hybrid_moe_table_add_tensor(hybrid_moe_table * table, const 
 // Between these two, tensors that this thread's loads create in our buffers are looked up in the table.
 HYBRID_MOE_API void hybrid_moe_load_begin(hybrid_moe_table * table);
 HYBRID_MOE_API int  hybrid_moe_load_end(void);  // number of the table's tensors that were found
+// Where the experts of this thread's loads are computed from: "mmap", "copy", or null: what HYBRID_MOE_EXPERTS_MEMORY says.
+HYBRID_MOE_API int  hybrid_moe_choose_experts_memory(const char * name);
+// What is held in copies, per NUMA node, and what went wrong with it: a JSON object (cpp/moe/expert_copy.h). Asks the kernel
+// about every page.
+HYBRID_MOE_API const char * hybrid_moe_copies(void);
 // The files stay mapped while a model uses them.
 HYBRID_MOE_API void hybrid_moe_table_free(hybrid_moe_table * table);
 
@@ -71,6 +83,11 @@ HYBRID_MOE_API int hybrid_moe_has_nan(const char * isa, const uint8_t * codes, s
 // Bytes per second and floating-point operations per second of n_threads threads: best of `repeats`.
 HYBRID_MOE_API double hybrid_moe_measure_read(int n_threads, size_t bytes, int repeats);
 HYBRID_MOE_API double hybrid_moe_measure_fma(int n_threads, int repeats);
+// Microseconds per region of n_threads threads by `provider` ("pool", "openmp"), each thread working for work_us: out[rounds].
+// Before each region the calling thread waits for gap_us, or (host_works) the host's OpenMP team works for gap_us, as in a
+// host that computes attention on the same CPUs.
+HYBRID_MOE_API int hybrid_moe_measure_team(const char * provider, int n_threads, double gap_us, int host_works, double work_us,
+                                           int rounds, double * out);
 // Empty when a host with that ggml version may load us, else the sentence it would get.
 HYBRID_MOE_API const char * hybrid_moe_judge_version(const char * version);
 

@@ -2,6 +2,7 @@
 #include "plugin/describe.h"
 #include "plugin/device.h"
 #include "plugin/elementwise.h"
+#include "plugin/expert_scale.h"
 #include "plugin/recognise.h"
 #include "plugin/settings.h"
 
@@ -70,7 +71,9 @@ ggml_status compute_next(BackendContext & ctx, ggml_cgraph * graph, int & i) {
         return compute_matmul(ctx, options, node);
     }
     i++;
-    if (is_elementwise(node) && !compute_elementwise(node, options.n_threads)) {
+    const bool ok = is_expert_scale(node) ? compute_expert_scale(node)
+                                          : !is_elementwise(node) || compute_elementwise(node, options.n_threads);
+    if (!ok) {
         return report_failure(std::string(host().ggml_op_name(node->op)) + " '" + node->name + "': an expert number is out of range");
     }
     return GGML_STATUS_SUCCESS;

@@ -3,7 +3,10 @@
 
 #include "checkpoint/expert_table.h"
 #include "plugin/device.h"
+#include "plugin/mapped_file.h"
 #include "plugin/scale_search.h"
+#include "plugin/settings.h"
+#include "threads/placement.h"
 
 #include <sys/mman.h>
 
@@ -54,11 +57,52 @@ std::unique_ptr<ExpertTensor> experts_of(const ggml_tensor * tensor) {
     return find_scales(tensor->name, shape, static_cast<uint8_t *>(tensor->data));
 }
 
+// A weight that can only be one of experts; intermediate results have an operation, or one row per expert used.
+bool is_expert_weight(const ggml_tensor * t, ExpertTensor::Shape & shape) {
+    WeightType type;
+    if (t->op != GGML_OP_NONE || t->ne[2] < 2 || t->ne[1] < 2 || t->ne[3] != 1 || !weight_type_of(t->type, type)) return false;
+    shape = {type, t->ne[2], t->ne[1], t->ne[0], t->nb[1]};
+    return t->ne[0] % group_len(type) == 0 && t->nb[1] == size_t(t->ne[0] / group_len(type)) * group_bytes(type) &&
+           t->nb[2] == t->nb[1] * size_t(t->ne[1]);
+}
+
+// Experts of a GGUF in the host's mapping, of a type that needs no scales. Null when they lie in no file.
+std::unique_ptr<ExpertTensor> mapped_experts(const char * name, const ExpertTensor::Shape & shape, const uint8_t * data) {
+    const MappedFile file = mapping_around(data);
+    if (!file.base) return nullptr;
+    const uint64_t expert_bytes = uint64_t(shape.n_rows) * shape.row_bytes;
+    std::vector<const uint8_t *> of_expert;
+    for (int64_t i = 0; i < shape.n_expert; i++) of_expert.push_back(data + uint64_t(i) * expert_bytes);
+    auto experts = std::make_unique<ExpertTensor>(name, shape, std::move(of_expert), BlockScales{}, nullptr);
+    experts->set_origin({piece_of(file, data, uint64_t(shape.n_expert) * expert_bytes)});
+    return experts;
+}
+
+// experts_memory=copy: `experts` (null: none are known behind the tensor yet) are copied at their first use, if they can be.
+void keep_in_memory(const BufferContext & ctx, const ggml_tensor * tensor, std::unique_ptr<ExpertTensor> & experts) {
+    ExpertTensor::Shape shape;
+    uint8_t * data = static_cast<uint8_t *>(tensor->data);
+    if (!is_expert_weight(tensor, shape)) return;
+    if (ctx.owned && (!experts || experts->source(0) == data)) {
+        // Nothing tells which file the host is reading from, so there is nothing to share and no second copy to make.
+        spread_pages(data, uint64_t(shape.n_expert) * uint64_t(shape.n_rows) * shape.row_bytes);
+        note_trouble("mmap off", "experts_memory=copy: the host reads this model's experts into memory itself (mmap is off): they are "
+                                 "spread evenly over NUMA nodes, not placed by rows and not shared with other models; "
+                                 "load with mmap on for that");
+        return;
+    }
+    if (!experts) experts = mapped_experts(tensor->name, shape, data);
+    if (!experts) note_trouble("no file", "experts_memory=copy: the host's memory is of no file: experts stay where it put them");
+    else experts->copy_to_memory();
+}
+
 // Called for every tensor put into a buffer of ours, also for intermediate results.
 ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
     if (tensor->view_src) return GGML_STATUS_SUCCESS;
     try {
         std::unique_ptr<ExpertTensor> experts = experts_of(tensor);
+        const bool is_weights = buffer->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE;
+        if (is_weights && experts_memory() == ExpertsMemory::copy) keep_in_memory(context_of(buffer), tensor, experts);
         if (!experts) return GGML_STATUS_SUCCESS;
         if (!matches(tensor, experts->shape())) {
             throw std::runtime_error(std::string("tensor '") + tensor->name + "' has another shape or type than its checkpoint");
@@ -74,11 +118,11 @@ ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
 // Whether the tensor's own memory is empty because its bytes lie in a checkpoint's files.
 bool lies_elsewhere(const ggml_tensor * tensor) {
     const ExpertTensor * experts = experts_behind(tensor);
-    return experts && experts->matrix(0).w != tensor->data;
+    return experts && experts->source(0) != tensor->data;
 }
 
 bool refuse_write(const ggml_tensor * tensor) {
-    if (!lies_elsewhere(tensor)) return false;
+    if (!lies_elsewhere(tensor) && !(experts_behind(tensor) && experts_behind(tensor)->is_copied())) return false;
     host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: tensor '%s' lies in a checkpoint on disk and cannot be written\n",
                tensor->name);
     return true;
@@ -103,7 +147,7 @@ void get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, 
     while (size > 0) {
         const size_t within = offset % expert_bytes;
         const size_t n = size < expert_bytes - within ? size : expert_bytes - within;
-        memcpy(to, experts->matrix(int64_t(offset / expert_bytes)).w + within, n);
+        memcpy(to, experts->source(int64_t(offset / expert_bytes)) + within, n);
         to += n;
         offset += n;
         size -= n;

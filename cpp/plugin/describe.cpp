@@ -3,6 +3,7 @@
 
 #include "plugin/buffer.h"
 #include "plugin/elementwise.h"
+#include "plugin/expert_scale.h"
 #include "plugin/settings.h"
 
 #include <cstring>
@@ -82,6 +83,9 @@ bool takes_op(const ggml_tensor * op) {
             return true;  // nothing to compute
         case GGML_OP_MUL_MAT_ID:
             return refusal(op) == nullptr;
+        case GGML_OP_REPEAT:
+        case GGML_OP_GET_ROWS:
+            return is_expert_scale(op);
         default:
             return is_elementwise(op) && stems_from_experts(op);
     }

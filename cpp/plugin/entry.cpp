@@ -1,7 +1,9 @@
 // The entry point that ggml's loader calls, and the report that HYBRID_MOE_STATS asks for at the end of the process.
+#include "moe/expert_copy.h"
 #include "moe/expert_matmul.h"
 #include "plugin/device.h"
 #include "plugin/settings.h"
+#include "threads/placement.h"
 
 #include <unistd.h>
 
@@ -42,9 +44,9 @@ void append_stats() {
     const Counters c = counters();
     fprintf(stats_file,
             "{\"pid\": %d, \"ggml\": \"%s\", \"isa\": \"%s\", \"layers\": %" PRIu64 ", \"matmuls\": %" PRIu64
-            ", \"rows\": %" PRIu64 ", \"weight_bytes\": %" PRIu64 ", \"dot_experts\": %" PRIu64 ", \"gemm_experts\": %" PRIu64 "}\n",
+            ", \"rows\": %" PRIu64 ", \"weight_bytes\": %" PRIu64 ", \"dot_experts\": %" PRIu64 ", \"gemm_experts\": %" PRIu64 ", \"copies\": %s}\n",
             int(getpid()), ggml_version.c_str(), settings().kernels->name, c.n_layers, c.n_matmuls, c.n_rows,
-            c.weight_bytes, c.n_dot_experts, c.n_gemm_experts);
+            c.weight_bytes, c.n_dot_experts, c.n_gemm_experts, describe_copies(true).c_str());
     fclose(stats_file);
 }
 
@@ -54,6 +56,7 @@ std::string open_stats() {
     if (!path || !*path) return std::string();
     stats_file = fopen(path, "ae");
     if (!stats_file) return std::string("hybrid-moe: HYBRID_MOE_STATS=") + path + " cannot be written: " + strerror(errno);
+    keep_last_description();
     ggml_version = host().ggml_version();  // the host's library may be gone by then
     atexit(append_stats);
     return std::string();
@@ -70,6 +73,7 @@ ggml_backend_reg_t start(const void * caller) {
     sentence = open_stats();
     if (!sentence.empty()) return refuse(sentence);
     last_refusal.clear();
+    set_trouble_listener([](const char * trouble) { host().log(GGML_LOG_LEVEL_WARN, "hybrid-moe: %s\n", trouble); });
     return registry();
 }
 

@@ -2,6 +2,7 @@
 #include "plugin/recognise.h"
 
 #include "plugin/describe.h"
+#include "plugin/expert_scale.h"
 
 #include <cstring>
 #include <vector>
@@ -28,6 +29,7 @@ public:
         size_t n_found = 0;
         for (int i = first_; i < end; i++) {
             const ggml_tensor * t = node(i);
+            if (is_seen_weight(t)) continue;
             bool mine = false;
             for (const ggml_tensor * u : used_) mine = mine || u == t;
             if (!mine || !(t->flags & GGML_TENSOR_FLAG_COMPUTE)) return false;
@@ -37,7 +39,18 @@ public:
         return n_found == used_.size();
     }
 
+    // The index of the first node from i on that computes something, or whose value does: a RESHAPE of a weight may stand
+    // anywhere.
+    int skip_seen_weights(int i) const {
+        while (node(i) && is_seen_weight(node(i))) i++;
+        return i;
+    }
+
 private:
+    static bool is_seen_weight(const ggml_tensor * t) {
+        return t->op == GGML_OP_RESHAPE && t->src[0] && t->src[0]->op == GGML_OP_NONE;
+    }
+
     ggml_cgraph *                    graph_;
     int                              first_;
     int                              n_;
@@ -58,7 +71,14 @@ bool bias_of(const ggml_tensor * add_id, const ggml_tensor * ids, ExpertBias & o
     return true;
 }
 
-// t = [VIEW of] [ADD_ID of] MUL_MAT_ID, each step optional but the last.
+// Accounts for the nodes of a scale per expert.
+void use_scale(Block & block, const ggml_tensor * mul) {
+    block.use(mul);
+    block.use(mul->src[1]);
+    block.use(mul->src[1]->src[0]);
+}
+
+// t = [VIEW of] [ADD_ID of] [MUL by a scale per expert of] MUL_MAT_ID, each step optional but the last.
 bool find_projection(Block & block, const ggml_tensor * t, Projection & out, Found & found) {
     int64_t row0 = 0;
     const int64_t n_rows = t->ne[0];
@@ -77,14 +97,21 @@ bool find_projection(Block & block, const ggml_tensor * t, Projection & out, Fou
         add_id = t;
         t = t->src[0];
     }
+    const ggml_tensor * mul = nullptr;
+    if (t->op == GGML_OP_MUL) {
+        mul = t;
+        t = t->src[0];
+    }
     ExpertMatmul m;
     if (t->op != GGML_OP_MUL_MAT_ID || describe_matmul(t, m)) return false;
+    if (mul && !find_expert_scale(mul, t->src[2], m.experts.shape.n_expert, out.scale)) return false;
     if (found.x && (found.x != t->src[1] || found.ids != t->src[2])) return false;
     if (add_id && !bias_of(add_id, t->src[2], out.bias)) return false;
     if (out.bias.data) out.bias.data += row0 * int64_t(sizeof(float));
     const bool again = found.matmul == t;  // the other half of a merged tensor: its nodes are accounted for
     if (view) block.use(view);
     if (!again && add_id) block.use(add_id);
+    if (!again && mul) use_scale(block, mul);
     if (!again) block.use(t);
     out.weights = m.experts;
     out.row0    = row0;
@@ -166,7 +193,7 @@ bool find_activation(Block & block, const ggml_tensor * t, Activation & a, Input
 // The down projection that belongs to the matmul at `first`: the next MUL_MAT_ID that reads no other matmul's input.
 int find_down(const Block & block) {
     const ggml_tensor * x = block.node(block.first())->src[1];
-    for (int i = block.first() + 1; i < block.first() + 16; i++) {
+    for (int i = block.first() + 1; i < block.first() + 24; i++) {
         const ggml_tensor * t = block.node(i);
         if (!t) return -1;
         if (t->op == GGML_OP_MUL_MAT_ID && t->src[1] != x) return i;
@@ -186,9 +213,16 @@ bool set_weights(const ggml_tensor * w, MoeLayer & layer) {
 
 // From the node after the down projection to the sum; returns the index after it, or -1.
 int find_sum(Block & block, int i, const ggml_tensor * t, MoeLayer & layer) {
-    const ggml_tensor * next = block.node(i);
+    const ggml_tensor * ids = block.node(block.first())->src[2];
+    const ggml_tensor * next = block.node(i = block.skip_seen_weights(i));
+    if (next && next->op == GGML_OP_REPEAT) {
+        const ggml_tensor * mul = block.node(i += 2);
+        if (!mul || mul->src[0] != t || !find_expert_scale(mul, ids, layer.down.weights.shape.n_expert, layer.down.scale)) return -1;
+        use_scale(block, t = mul);
+        next = block.node(++i);
+    }
     if (next && next->op == GGML_OP_ADD_ID && next->src[0] == t) {
-        if (!bias_of(next, block.node(block.first())->src[2], layer.down.bias)) return -1;
+        if (!bias_of(next, ids, layer.down.bias)) return -1;
         block.use(t = next);
         next = block.node(++i);
     }

@@ -1,7 +1,8 @@
-// /proc/self/maps and /proc/self/fd -> trailer -> ExpertTensor.
+// Mapped and open files -> trailer -> ExpertTensor.
 #include "plugin/scale_search.h"
 
 #include "checkpoint/trailer.h"
+#include "plugin/mapped_file.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -22,56 +23,6 @@ namespace hybrid_moe {
 namespace {
 
 constexpr const char * remedy = "load it through hybrid_moe_ext, or convert it again with `hybrid-moe convert`";
-
-struct FileId {
-    uint64_t device = 0;
-    uint64_t inode  = 0;
-    bool operator<(const FileId & o) const { return std::tie(device, inode) < std::tie(o.device, o.inode); }
-    bool operator==(const FileId & o) const { return device == o.device && inode == o.inode; }
-};
-
-// A file mapped in one piece, as llama.cpp maps models (several lines of maps when parts were advised differently).
-struct MappedFile {
-    const uint8_t * base = nullptr;  // of file offset 0
-    size_t          size = 0;        // whole pages
-    std::string     path;
-};
-
-// The mapping around an address; base is null when the address lies in no file or its beginning is not mapped.
-MappedFile mapping_around(const void * address) {
-    struct Area { uintptr_t begin, end; uint64_t offset; FileId id; std::string path; };
-    std::vector<Area> areas;
-    std::unique_ptr<FILE, int (*)(FILE *)> maps(fopen("/proc/self/maps", "re"), fclose);
-    if (!maps) return {};
-    char line[4608];
-    while (fgets(line, sizeof line, maps.get())) {
-        Area a{};
-        unsigned major, minor;
-        int path_at = 0;
-        if (sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %*s %" SCNx64 " %x:%x %" SCNu64 " %n", &a.begin, &a.end, &a.offset,
-                   &major, &minor, &a.id.inode, &path_at) < 6 || a.id.inode == 0) {
-            continue;
-        }
-        a.id.device = uint64_t(major) << 32 | minor;
-        a.path = line + path_at;
-        a.path.erase(a.path.find_last_not_of('\n') + 1);
-        areas.push_back(a);
-    }
-    const uintptr_t at = uintptr_t(address);
-    size_t i = 0;
-    while (i < areas.size() && !(areas[i].begin <= at && at < areas[i].end)) i++;
-    if (i == areas.size()) return {};
-    const auto continues = [&](size_t a, size_t b) {
-        return areas[a].end == areas[b].begin && areas[a].id == areas[b].id &&
-               areas[a].offset + (areas[a].end - areas[a].begin) == areas[b].offset;
-    };
-    size_t first = i;
-    size_t last = i;
-    while (first > 0 && continues(first - 1, first)) first--;
-    while (last + 1 < areas.size() && continues(last, last + 1)) last++;
-    if (areas[first].offset != 0) return {};
-    return {reinterpret_cast<const uint8_t *>(areas[first].begin), areas[last].end - areas[first].begin, areas[i].path};
-}
 
 // The file ends somewhere in the last page, which is zero from there on; our footer ends with no zero.
 uint64_t file_size_of(const MappedFile & m) {
@@ -224,7 +175,9 @@ std::unique_ptr<ExpertTensor> from_mapping(const std::string & name, const Exper
     if (!fits(e, shape) || m.base + e->data_offset != data) {
         throw std::runtime_error(m.path + ": tensor '" + name + "' is not in its FP8 trailer as it is in the file; " + remedy);
     }
-    return std::make_unique<ExpertTensor>(name, shape, in_one_piece(shape, data), trailer->scales(*e), trailer);
+    auto tensor = std::make_unique<ExpertTensor>(name, shape, in_one_piece(shape, data), trailer->scales(*e), trailer);
+    tensor->set_origin({piece_of(m, data, uint64_t(shape.n_expert) * uint64_t(shape.n_rows) * shape.row_bytes)});
+    return tensor;
 }
 
 }  // namespace

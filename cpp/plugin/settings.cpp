@@ -2,14 +2,33 @@
 #include "plugin/settings.h"
 
 #include "threads/team.h"
+#include "threads/topology.h"
 
 #include <cstdlib>
-#include <thread>
+#include <cstring>
+#include <optional>
 
 namespace hybrid_moe {
 namespace {
 
 Settings current;
+thread_local std::optional<ExpertsMemory> of_this_thread;
+
+bool parse(const char * name, ExpertsMemory & out) {
+    if (strcmp(name, "mmap") && strcmp(name, "copy")) return false;
+    out = strcmp(name, "copy") ? ExpertsMemory::mmap : ExpertsMemory::copy;
+    return true;
+}
+
+// Null when the variable leaves the choice to us.
+const char * choice(const char * variable) {
+    const char * value = getenv(variable);
+    return value && *value && strcmp(value, "auto") ? value : nullptr;
+}
+
+std::string unknown(const char * variable, const char * value, const char * choices) {
+    return std::string("hybrid-moe: ") + variable + "=" + value + " is not available here; choose " + choices;
+}
 
 }  // namespace
 
@@ -17,16 +36,29 @@ const Settings & settings() { return current; }
 
 std::string read_settings() {
     char error[256];
-    const Kernels * kernels = select_kernels(getenv("HYBRID_MOE_ISA"), error, sizeof error);
+    const Kernels * kernels = select_kernels(choice("HYBRID_MOE_ISA"), error, sizeof error);
     if (!kernels) return std::string("hybrid-moe: ") + error;
-    const char * team = getenv("HYBRID_MOE_TEAM");
-    if (!choose_team_provider(team)) {
-        return std::string("hybrid-moe: HYBRID_MOE_TEAM=") + team + " is not available here; choose openmp or pool";
-    }
-    const unsigned n = std::thread::hardware_concurrency();
+    const char * team = choice("HYBRID_MOE_TEAM");
+    if (!choose_team_provider(team)) return unknown("HYBRID_MOE_TEAM", team, "auto, openmp or pool");
+    const char * pin = choice("HYBRID_MOE_PIN");
+    if (!choose_pin_mode(pin)) return unknown("HYBRID_MOE_PIN", pin, "auto, on or off");
+    const char * memory = getenv("HYBRID_MOE_EXPERTS_MEMORY");
+    ExpertsMemory of_environment = ExpertsMemory::mmap;
+    if (memory && *memory && !parse(memory, of_environment)) return unknown("HYBRID_MOE_EXPERTS_MEMORY", memory, "mmap or copy");
+    current.experts_memory  = of_environment;
     current.kernels         = kernels;
-    current.default_threads = n ? int(n) : 1;
+    current.default_threads = machine().default_threads();
     return std::string();
 }
+
+bool choose_experts_memory(const char * name) {
+    ExpertsMemory chosen;
+    if (name && !parse(name, chosen)) return false;
+    of_this_thread.reset();
+    if (name) of_this_thread = chosen;
+    return true;
+}
+
+ExpertsMemory experts_memory() { return of_this_thread.value_or(current.experts_memory); }
 
 }  // namespace hybrid_moe

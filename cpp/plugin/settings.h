@@ -7,15 +7,23 @@
 
 namespace hybrid_moe {
 
+// Where experts are computed from: their files, as the host or we mapped them, or copies in memory (moe/expert_copy.h).
+enum class ExpertsMemory { mmap, copy };
+
 struct Settings {
     const Kernels * kernels         = nullptr;
+    ExpertsMemory   experts_memory  = ExpertsMemory::mmap;  // of loads that say nothing else
     int             default_threads = 1;  // until the host sets a number
 };
 
 const Settings & settings();
 
-// HYBRID_MOE_ISA: a kernel table's name. HYBRID_MOE_TEAM: "openmp" or "pool". Returns an empty string, or one sentence
-// that says which value is wrong and what may stand there.
+// HYBRID_MOE_ISA: a kernel table's name. HYBRID_MOE_TEAM: "openmp" or "pool". HYBRID_MOE_PIN: "on" or "off". "auto", empty or
+// unset: our choice. HYBRID_MOE_EXPERTS_MEMORY: "mmap" or "copy". Returns an empty string, or one sentence that says which value is wrong and what may stand there.
 std::string read_settings();
+
+// For the loads of this thread: "mmap", "copy", or null for what the environment says. False when it is none of them.
+bool choose_experts_memory(const char * name);
+ExpertsMemory experts_memory();
 
 }  // namespace hybrid_moe

@@ -1,15 +1,14 @@
-// The two providers of run_team. Which CPUs the threads sit on is the operating system's choice for now.
-#include "team.h"
+// The two providers of run_team, and the queue before them.
+#include "threads/team.h"
+
+#include "threads/topology.h"
+#include "threads/turns.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <atomic>
-#include <condition_variable>
-#include <cstdint>
 #include <cstring>
-#include <mutex>
-#include <system_error>
-#include <thread>
 
 namespace hybrid_moe {
 namespace {
@@ -51,89 +50,38 @@ void openmp_region(void * data) {
     region.f(region.context, openmp().thread_num(), openmp().n_threads());
 }
 
-inline void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
+// A region keeps its place this long at least: every change costs a wake-up and warm caches.
+constexpr std::chrono::milliseconds shortest_turn{2};
 
-// Spinning covers the gap between two expert matrices of a layer (tens of microseconds); longer gaps (attention on
-// a GPU, an idle host) must not burn a core.
-constexpr int spin_rounds = 20000;
-
-class Pool {
-public:
-    void run(int n_threads, TeamFunction f, void * context) {
-        std::lock_guard<std::mutex> one_at_a_time(caller_);
-        grow(n_threads - 1);
-        const int n_workers = n_threads - 1 < n_workers_ ? n_threads - 1 : n_workers_;
-        f_       = f;
-        context_ = context;
-        running_.store(n_workers, std::memory_order_relaxed);
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            const uint64_t epoch = (state_.load(std::memory_order_relaxed) >> 16) + 1;
-            state_.store(epoch << 16 | uint64_t(n_workers), std::memory_order_release);
-        }
-        wake_.notify_all();
-        f(context, 0, n_workers + 1);
-        for (int spins = 0; running_.load(std::memory_order_acquire) != 0; spins++) {
-            if (spins < spin_rounds) relax();
-            else std::this_thread::yield();
-        }
-    }
-
-private:
-    void grow(int n_workers) {
-        while (n_workers_ < n_workers) {
-            const int i = n_workers_ + 1;
-            const uint64_t seen = state_.load(std::memory_order_relaxed);
-            try {
-                std::thread([this, i, seen] { work(i, seen); }).detach();  // the process may exit while it parks
-            } catch (const std::system_error &) {
-                return;  // no more threads to be had: run on those there are
-            }
-            n_workers_++;
-        }
-    }
-
-    // Only a worker that the state it saw counts in may touch the region: the caller waits for those and no others.
-    void work(int i_thread, uint64_t seen) {
-        for (;;) {
-            uint64_t state = state_.load(std::memory_order_acquire);
-            for (int spins = 0; state == seen && spins < spin_rounds; spins++) {
-                relax();
-                state = state_.load(std::memory_order_acquire);
-            }
-            if (state == seen) {
-                std::unique_lock<std::mutex> lock(mutex_);
-                wake_.wait(lock, [&] { return state_.load(std::memory_order_acquire) != seen; });
-                continue;
-            }
-            seen = state;
-            const int n_workers = int(state & 0xFFFF);
-            if (i_thread <= n_workers) {
-                f_(context_, i_thread, n_workers + 1);
-                running_.fetch_sub(1, std::memory_order_release);
-            }
-        }
-    }
-
-    std::mutex              caller_;         // guards n_workers_, f_, context_
-    std::mutex              mutex_;          // guards parking
-    std::condition_variable wake_;
-    int                     n_workers_ = 0;
-    std::atomic<uint64_t>   state_{0};       // region number << 16 | workers that take part
-    std::atomic<int>        running_{0};
-    TeamFunction            f_       = nullptr;
-    void *                  context_ = nullptr;
+struct Team {
+    Turns turns{machine().n_usable()};
+    Pool  pool;
 };
 
-Pool & pool() {
-    static Pool * p = new Pool;  // never destroyed: its threads outlive static destructors
-    return *p;
+std::atomic<Team *>  the_team{nullptr};
+std::atomic<PinMode> pin_mode{PinMode::automatic};
+
+Team * new_team() {
+    Team * t = new Team;
+    t->pool.set_pin_mode(pin_mode.load());
+    return t;
+}
+
+// A forked child has none of the threads, and perhaps a lock that nobody will open: it begins anew.
+void begin_anew() {
+    if (the_team.load()) the_team.store(new_team());
+}
+
+Team & team() {
+    Team * t = the_team.load(std::memory_order_acquire);
+    if (t) return *t;
+    Team * mine = new_team();  // never destroyed: its threads outlive static destructors
+    if (!the_team.compare_exchange_strong(t, mine)) {
+        delete mine;  // no thread of it runs yet
+        return *t;
+    }
+    pthread_atfork(nullptr, nullptr, begin_anew);
+    return *mine;
 }
 
 enum class Provider { undecided, openmp, pool };
@@ -150,28 +98,39 @@ Provider current() {
 
 }  // namespace
 
+bool run_on_host_team(int n_threads, TeamFunction f, void * context) {
+    if (!openmp().parallel) return false;
+    Region region{f, context};
+    openmp().parallel(openmp_region, &region, unsigned(n_threads), 0);
+    return true;
+}
+
 void run_team(int n_threads, TeamFunction f, void * context) {
+    const bool is_pool = current() == Provider::pool;
+    if (is_pool && n_threads > team_capacity()) n_threads = team_capacity();
     if (n_threads <= 1) {
         f(context, 0, 1);
-    } else if (current() == Provider::openmp) {
-        Region region{f, context};
-        openmp().parallel(openmp_region, &region, unsigned(n_threads), 0);
+        return;
+    }
+    const Visit visit(team().turns, n_threads);
+    if (is_pool) {
+        team().pool.run(n_threads, f, context);
     } else {
-        pool().run(n_threads, f, context);
+        run_on_host_team(n_threads, f, context);
     }
 }
 
-void spin_once() {
-    // A thread that is waited for may have lost its core to somebody: yield now and then.
-    thread_local unsigned steps = 0;
-    if (++steps % 1024) relax();
-    else std::this_thread::yield();
+int team_capacity() { return team().turns.capacity(); }
+void set_team_capacity(int n_threads) { team().turns.set_capacity(n_threads < 1 ? 1 : n_threads); }
+
+bool Turn::is_over() const {
+    return team().turns.somebody_waits() && std::chrono::steady_clock::now() - began_ >= shortest_turn;
 }
 
 const char * team_provider() { return current() == Provider::openmp ? "openmp" : "pool"; }
 
 bool choose_team_provider(const char * name) {
-    if (!name || !*name) {
+    if (!name) {
         provider.store(Provider::undecided, std::memory_order_relaxed);
     } else if (!strcmp(name, "pool")) {
         provider.store(Provider::pool, std::memory_order_relaxed);
@@ -180,6 +139,28 @@ bool choose_team_provider(const char * name) {
     } else {
         return false;
     }
+    return true;
+}
+
+const char * team_pin_mode() {
+    switch (pin_mode.load()) {
+        case PinMode::on:  return "on";
+        case PinMode::off: return "off";
+        default:           return "auto";
+    }
+}
+
+bool choose_pin_mode(const char * name) {
+    if (!name) {
+        pin_mode.store(PinMode::automatic);
+    } else if (!strcmp(name, "on")) {
+        pin_mode.store(PinMode::on);
+    } else if (!strcmp(name, "off")) {
+        pin_mode.store(PinMode::off);
+    } else {
+        return false;
+    }
+    team().pool.set_pin_mode(pin_mode.load());
     return true;
 }
 

@@ -16,12 +16,13 @@ import llama_cpp
 import llama_cpp.llama_cpp as C
 
 from .errors import OptionError, PluginError
-from .options import Options
+from .options import ENV_PREFIX, Options
 
 DEVICE = "HybridMoE"
 PINNED_LLAMA_CPP_PYTHON = "0.3.36"
 
 _lock = threading.Lock()
+_PER_PROCESS = ("isa", "team", "pin")  # options that the plug-in reads once, when it is loaded
 
 
 class Counters(NamedTuple):
@@ -37,11 +38,12 @@ class Counters(NamedTuple):
 
 @dataclass(frozen=True)
 class Status:
-    """Which kernels run and what runs the threads."""
+    """Which kernels run, what runs the threads and where."""
 
     isa: str
     team: str
     host: str  # ggml's version
+    pin: str
 
 
 class ExpertTensorC(ctypes.Structure):
@@ -82,7 +84,7 @@ WEIGHT_TYPES = {
     "F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "FP8": 4,
     "Q4_0": 5, "Q4_K": 6, "Q5_K": 7, "Q6_K": 8, "IQ4_XS": 9, "MXFP4": 10, "NVFP4": 11,
 }  # fmt: skip
-SCALE_TYPES = {"F32": 0, "BF16": 1}
+SCALE_TYPES = {"F32": 0, "BF16": 1, "F8_E8M0": 2}
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "hybrid_moe_error": (ctypes.c_char_p, []),
@@ -90,8 +92,13 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "hybrid_moe_take_failure": (ctypes.c_char_p, []),
     "hybrid_moe_isa": (ctypes.c_char_p, []),
     "hybrid_moe_team": (ctypes.c_char_p, []),
+    "hybrid_moe_pin": (ctypes.c_char_p, []),
     "hybrid_moe_available_isas": (ctypes.c_char_p, []),
     "hybrid_moe_counters": (None, [ctypes.POINTER(ctypes.c_uint64)]),
+    "hybrid_moe_machine": (ctypes.c_char_p, [ctypes.c_char_p] * 3),
+    "hybrid_moe_pretend_machine": (ctypes.c_int, [ctypes.c_char_p] * 3),
+    "hybrid_moe_choose_experts_memory": (ctypes.c_int, [ctypes.c_char_p]),
+    "hybrid_moe_copies": (ctypes.c_char_p, []),
     "hybrid_moe_table_new": (ctypes.c_void_p, [ctypes.c_int]),
     "hybrid_moe_table_add_file": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p]),
     "hybrid_moe_table_add_tensor": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(ExpertTensorC)]),
@@ -106,6 +113,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "hybrid_moe_has_nan": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]),
     "hybrid_moe_measure_read": (ctypes.c_double, [ctypes.c_int, ctypes.c_size_t, ctypes.c_int]),
     "hybrid_moe_measure_fma": (ctypes.c_double, [ctypes.c_int, ctypes.c_int]),
+    "hybrid_moe_measure_team": (
+        ctypes.c_int,
+        [ctypes.c_char_p, ctypes.c_int, ctypes.c_double, ctypes.c_int, ctypes.c_double, ctypes.c_int, ctypes.c_void_p],
+    ),
     "hybrid_moe_judge_version": (ctypes.c_char_p, [ctypes.c_char_p]),
 }
 
@@ -180,8 +191,9 @@ def register(options: Options | None = None) -> Status:
     with _lock:
         if not device_handle():
             _load(options, lib)
-    status = Status(lib.hybrid_moe_isa().decode(), lib.hybrid_moe_team().decode(), host_version())
-    for name in ("isa", "team"):
+    isa, team, pin = (f().decode() for f in (lib.hybrid_moe_isa, lib.hybrid_moe_team, lib.hybrid_moe_pin))
+    status = Status(isa=isa, team=team, host=host_version(), pin=pin)
+    for name in _PER_PROCESS:
         wanted, loaded = getattr(options, name), getattr(status, name)
         if wanted not in ("auto", loaded):
             raise OptionError(
@@ -199,7 +211,7 @@ def _check_isa(options: Options, lib: Any) -> None:
 def _load(options: Options, lib: Any) -> None:
     installed = importlib.metadata.version("llama_cpp_python")
     C.llama_backend_init()
-    with _environment(HYBRID_MOE_ISA=options.isa, HYBRID_MOE_TEAM=options.team):
+    with _environment(**{ENV_PREFIX + name.upper(): getattr(options, name) for name in _PER_PROCESS}):
         loaded = ggml_function("ggml_backend_load", ctypes.c_void_p, [ctypes.c_char_p])(str(library_path()).encode())
     if not loaded:
         reason = (

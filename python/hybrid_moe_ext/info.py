@@ -19,6 +19,7 @@ from typing import Any
 import gguf
 
 from .checkpoint import is_checkpoint_dir, open_checkpoint, trailer
+from .checkpoint.quantization import in_words
 from .errors import CheckpointError
 
 OURS = "HybridMoE"
@@ -58,7 +59,8 @@ class ModelInfo:
     n_expert: int  # 0: not a Mixture-of-Experts model
     n_expert_used: int
     n_ctx_train: int
-    fp8_block: tuple[int, int] | None  # rows, columns of weights that share a scale
+    fp8_block: tuple[int, int] | None  # rows, columns of weights that share a scale, in the first such tensor
+    fp8_scales: str | None  # the same in words: one per output channel has another block in every tensor
     parts: dict[str, Part]  # those of PARTS that the model has
     n_skipped: int  # released tensors that are not run (multi-token prediction)
     is_fp8_gguf: bool = False  # experts are FP8 codes in tensors of type I8, their scales follow the tensor data
@@ -107,6 +109,7 @@ def _describe_directory(path: Path) -> ModelInfo:
         n_expert_used=summary.n_expert_used,
         n_ctx_train=int(checkpoint.config.get("max_position_embeddings") or 0),
         fp8_block=summary.block,
+        fp8_scales=summary.scales,
         parts=parts,
         n_skipped=summary.n_skipped,
     )
@@ -117,6 +120,7 @@ def _describe_gguf(path: Path) -> ModelInfo:
     others = {p: read_gguf_header(p) for p in _other_shards(path, first.fields)}
     shards = {path: first, **others}
     scaled = _fp8_tensors(shards)
+    fp8 = next(iter(scaled.values()), None)
     tensors = [
         (_gguf_part(t.name), "F8_E4M3" if t.name in scaled else t.type, t.n_bytes)
         for shard in shards.values()
@@ -133,7 +137,8 @@ def _describe_gguf(path: Path) -> ModelInfo:
         n_expert=_count(first.fields, architecture, "expert_count"),
         n_expert_used=_count(first.fields, architecture, "expert_used_count"),
         n_ctx_train=_count(first.fields, architecture, "context_length"),
-        fp8_block=next((entry.block for entry in scaled.values()), None),
+        fp8_block=fp8.block if fp8 else None,
+        fp8_scales=in_words(fp8.n_rows, fp8.k, fp8.block) if fp8 else None,
         parts=_parts(tensors, extra_bytes={"experts": sum(entry.scale_bytes for entry in scaled.values())}),
         n_skipped=0,
         is_fp8_gguf=trailer.VERSION_KEY in first.fields,

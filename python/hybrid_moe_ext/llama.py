@@ -27,8 +27,8 @@ class Llama(llama_cpp.Llama):
     `use_mmap=False` reads all of it into memory instead.
 
     Options of our own: `dense_type` ("bf16", "q8_0", "f32": what a directory's other weights are loaded as), `isa`,
-    `team` (see `hybrid_moe_ext.Options`), and `progress`, a function that gets the share loaded, 0 to 1. All others are
-    llama_cpp.Llama's; unlike there, an unknown one is an error.
+    `team`, `pin`, `experts_memory` (see `hybrid_moe_ext.Options`), and `progress`, a function that gets the share
+    loaded, 0 to 1. All others are llama_cpp.Llama's; unlike there, an unknown one is an error.
 
     Raises CheckpointError, OptionError or PluginError (all HybridMoeError), each with the remedy.
     """

@@ -12,7 +12,7 @@ import llama_cpp.llama_cpp as C
 
 from . import _native, seam
 from .checkpoint import Checkpoint, GgufStream, is_checkpoint_dir, open_checkpoint
-from .errors import CheckpointError, HybridMoeError, PluginError
+from .errors import CheckpointError, HybridMoeError, OptionError, PluginError
 from .options import Options
 
 Progress = Callable[[float], None]
@@ -39,6 +39,11 @@ class ModelLoader:
         self._progress = progress
         self._interrupted: BaseException | None = None
         self.is_directory = is_checkpoint_dir(path)
+        if not self.is_directory and not use_mmap and options.experts_memory == "copy":
+            raise OptionError(
+                f"{path}: experts_memory='copy' needs use_mmap=True for a GGUF: without it llama.cpp reads the experts into "
+                "memory of its own, neither placed nor shared"
+            )
         self.checkpoint: Checkpoint | None = open_checkpoint(path) if self.is_directory else None
         if not self.is_directory:
             _check_gguf(Path(path))
@@ -46,10 +51,13 @@ class ModelLoader:
     def load(self, params: Any) -> Any:
         """The seam's loader: llama_model_params -> llama_model * or None."""
         keep = self._watch(params)
+        _native.check(_native.library().hybrid_moe_choose_experts_memory(self._options.experts_memory.encode()))
         try:
             model = self._load_directory(params) if self.is_directory else self._load_gguf(params)
         except HybridMoeError as error:
             self.error, model = error, None
+        finally:
+            _native.library().hybrid_moe_choose_experts_memory(None)
         del keep
         if self._interrupted is not None:
             raise self._interrupted
@@ -89,11 +97,13 @@ class ModelLoader:
         field = ctypes.byref(params, type(params).tensor_buft_overrides.offset)
         ctypes.cast(field, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.addressof(overrides)
         params.load_mode = C.LLAMA_LOAD_MODE_NONE
-        table = _native.ExpertTable(copied=not self._use_mmap)
+        # Copies are made of the files' bytes at first use, so the load itself leaves experts alone.
+        in_place = self._use_mmap or self._options.experts_memory == "copy"
+        table = _native.ExpertTable(copied=not in_place)
         for tensor in self.checkpoint.experts:
             table.add(tensor)
         virtual = self.checkpoint.virtual_gguf(self._options.dense_type)
-        with GgufStream(virtual, serve_experts=not self._use_mmap) as stream, table:
+        with GgufStream(virtual, serve_experts=not in_place) as stream, table:
             model = C.llama_model_load_from_file_ptr(stream.file, params)
         error = _as_ours(stream.error) or self._judge(model, params, table, stream.copied_expert_bytes)
         if error is not None:

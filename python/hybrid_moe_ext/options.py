@@ -32,6 +32,16 @@ class Options:
     team: str = _option(
         "auto", ("auto", "openmp", "pool"), "what runs the threads; auto: the host's OpenMP when it has one"
     )
+    experts_memory: str = _option(
+        "mmap",
+        ("mmap", "copy"),
+        "experts are computed from their files (mmap) or from a copy in memory, by rows on NUMA nodes",
+    )
+    pin: str = _option(
+        "auto",
+        ("auto", "on", "off"),
+        "the pool's threads stay on a CPU each; auto: on their NUMA node, if there are several",
+    )
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -130,7 +130,7 @@ bool check(const Kernels & kernels, const Case & c, int64_t m, bool gemm, Roundi
         xs.push_back(x.data() + j * k);
         ys.push_back(y.data() + j * n);
     }
-    float * panel = static_cast<float *>(aligned_alloc(64, panel_bytes));
+    float * panel = static_cast<float *>(aligned_alloc(64, gemm_scratch_bytes));
     const TokenRows rows = {xs.data(), ys.data(), m};
     if (gemm) kernels.gemm(c.e, 0, n, rows, panel);
     else kernels.dot(c.e, 0, n, rows);

@@ -1,6 +1,6 @@
 """Logits of GGUF files in llama-cpp-python, first stock and then with the plug-in, in one process:
 
-    python architectures.py FILE...       prints one JSON object per file: nmse, matmuls, n_passes
+python architectures.py FILE...       prints one JSON object per file, see `Told`
 """
 
 from __future__ import annotations
@@ -8,12 +8,21 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from typing import NamedTuple
 
 import llama_cpp
 import numpy as np
 
 N_PROMPT, N_DECODE = 40, 4
 N_PASSES = 1 + N_DECODE
+
+
+class Told(NamedTuple):
+    path: str
+    nmse: float  # of the plug-in's logits, the host's being the reference
+    n_wrong: int  # logits that are not finite
+    layers: float  # blocks that ran as one step, per pass
+    matmuls: float  # products by experts, per pass
 
 
 def logits(path: str) -> np.ndarray:
@@ -51,12 +60,13 @@ def main(paths: list[str]) -> None:
     assert counters().n_matmuls == 0
     register()
     for path, reference in zip(paths, stock, strict=True):
-        before = counters().n_matmuls
+        before = counters()
         ours = logits(path)
-        n_wrong = int((~np.isfinite(reference) | ~np.isfinite(ours)).sum())
+        after = counters()
+        wrong = int((~np.isfinite(reference) | ~np.isfinite(ours)).sum())
         nmse = float(((ours - reference) ** 2).sum() / (reference**2).sum())
-        told = {"path": path, "nmse": nmse, "n_wrong": n_wrong, "matmuls": counters().n_matmuls - before, "n_passes": N_PASSES}
-        print(json.dumps(told), flush=True)
+        n_layers, n_matmuls = after.n_layers - before.n_layers, after.n_matmuls - before.n_matmuls
+        print(json.dumps(Told(path, nmse, wrong, n_layers / N_PASSES, n_matmuls / N_PASSES)._asdict()), flush=True)
 
 
 if __name__ == "__main__":

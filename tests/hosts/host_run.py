@@ -24,7 +24,9 @@ class Ran:
 
 def environment(stats: Path | None, **more: str) -> dict[str, str]:
     """Ours with the plug-in as a stock host takes it (`stats`: where it shall count), or clean of it."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("HYBRID_MOE_", "GGML_BACKEND_PATH"))}
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HYBRID_MOE_", "GGML_BACKEND_PATH"))
+    }
     if stats is not None:
         env |= {"GGML_BACKEND_PATH": str(library_path()), "HYBRID_MOE_STATS": str(stats)}
     return env | more
@@ -36,7 +38,9 @@ def run(command: list[object], plugin: bool, timeout: float = 300, cwd: Path | N
         list(map(str, command)), capture_output=True, text=True, errors="replace", timeout=timeout, cwd=cwd,
         env=environment(stats, **more), stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    assert done.returncode == 0, f"{command[0]} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    assert done.returncode == 0, (
+        f"{command[0]} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    )
     return Ran(done.stdout, done.stderr, matmuls(stats) if stats else 0)
 
 

@@ -19,10 +19,14 @@ N_TOKENS = 24
 LAVAPIPE = sorted(Path("/usr/share/vulkan/icd.d").glob("lvp_icd*.json"))
 
 
-def node(model: Path, plugin: bool, gpu: str = "cpu", n_gpu_layers: int = 0, n_batch: int = 512, **more: str) -> tuple[dict, Ran]:
+def node(
+    model: Path, plugin: bool, gpu: str = "cpu", n_gpu_layers: int = 0, n_batch: int = 512, **more: str
+) -> tuple[dict, Ran]:
     folder = os.environ.get("NODE_LLAMA_CPP")
     if not folder:
-        pytest.skip("NODE_LLAMA_CPP names no folder with node_modules/node-llama-cpp: docs/hosts.md says how to make one")
+        pytest.skip(
+            "NODE_LLAMA_CPP names no folder with node_modules/node-llama-cpp: docs/hosts.md says how to make one"
+        )
     assert (Path(folder) / "node_modules" / "node-llama-cpp").is_dir(), f"no node-llama-cpp in {folder}"
     program = shutil.which("node")
     assert program, "NODE_LLAMA_CPP is set, but there is no node"

@@ -12,7 +12,9 @@ from hybrid_moe_ext import library_path
 SOURCE = Path(__file__).parent.parent / "cpp" / "fake_host.c"
 
 
-@pytest.mark.parametrize("flags, expected", [(["-rdynamic"], "init 0: loaded"), ([], "must export it (link it with -rdynamic")])
+@pytest.mark.parametrize(
+    "flags, expected", [(["-rdynamic"], "init 0: loaded"), ([], "must export it (link it with -rdynamic")]
+)
 def test_symbols_of_the_program_itself(tmp_path, flags, expected):
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:

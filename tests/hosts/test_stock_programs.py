@@ -79,7 +79,9 @@ def test_bench_looks_for_plugins_by_itself(flags):
     options = ["-p", 16, "-n", 4, "-r", 1, "-t", 2, "-o", "json"]
     ran = run([program("llama-bench"), "-m", demo_gguf("Q8_0"), *options, *flags], True)
     measured = json.loads(ran.stdout)
-    assert [row["n_prompt"] + row["n_gen"] for row in measured] == [16, 4] and all(row["avg_ts"] > 0 for row in measured)
+    assert [row["n_prompt"] + row["n_gen"] for row in measured] == [16, 4] and all(
+        row["avg_ts"] > 0 for row in measured
+    )
     assert "HybridMoE" in measured[0]["backends"]
     assert ran.matmuls >= (1 + 4) * N_PRODUCTS and ran.matmuls % N_PRODUCTS == 0  # warm-ups come on top
 

@@ -1,7 +1,11 @@
 """Benchmarks: validate, then time, side by side with the peers in one run. graph.py builds a MoE layer in ggml,
-layer.py times it on us, on stock ggml and in PyTorch, limits.py measures what this machine can do at most."""
+layer.py times it on us, on stock ggml and in PyTorch (torch_peer.py), kernels.py one product of it, model.py a whole model;
+limits.py measures what this machine can do at most."""
 
-from .layer import Result, bench_layer
+from .kernels import bench_kernels
+from .layer import bench_layer
 from .limits import Limits, measure_limits
+from .model import ModelResult, bench_model
+from .timing import Result
 
-__all__ = ["Limits", "Result", "bench_layer", "measure_limits"]
+__all__ = ["Limits", "ModelResult", "Result", "bench_kernels", "bench_layer", "bench_model", "measure_limits"]

@@ -1,4 +1,5 @@
-"""One MoE layer as a ggml graph on a device, through ggml's C functions: what a host computes, without a model."""
+"""One MoE layer, or one product by experts, as a ggml graph on a device, through ggml's C functions: what a host computes,
+without a model."""
 
 from __future__ import annotations
 
@@ -68,9 +69,24 @@ class Shape:
     n_expert: int
     n_used: int
 
+    @property
+    def n_out(self) -> int:
+        return self.n_embd
+
     def weights(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of each projection."""
         return {"gate": (self.n_ff, self.n_embd), "up": (self.n_ff, self.n_embd), "down": (self.n_embd, self.n_ff)}
+
+
+class MatrixShape(Shape):
+    """The up projection of a layer alone, one expert per token."""
+
+    @property
+    def n_out(self) -> int:
+        return self.n_ff
+
+    def weights(self) -> dict[str, tuple[int, int]]:
+        return {"up": (self.n_ff, self.n_embd)}
 
 
 class Unsupported(Exception):
@@ -125,10 +141,7 @@ class LayerGraph:
     def _build(self, w: dict[str, Any]) -> Any:
         """The nodes that llama.cpp builds for such a layer, in its order."""
         s, ctx = self._shape, self._ctx
-        up = _g("ggml_mul_mat_id")(ctx, w["up"], self._x, self._ids)
-        if not _g("ggml_backend_dev_supports_op")(self._device, up):
-            self.close()
-            raise Unsupported
+        up = self._product(w["up"])
         gate = _g("ggml_mul_mat_id")(ctx, w["gate"], self._x, self._ids)
         hidden = _g("ggml_swiglu_split")(ctx, gate, up)
         down = _g("ggml_mul_mat_id")(ctx, w["down"], hidden, self._ids)
@@ -144,6 +157,13 @@ class LayerGraph:
         for view in views[1:]:
             y = _g("ggml_add")(ctx, y, view)
         return y
+
+    def _product(self, w: Any) -> Any:
+        product = _g("ggml_mul_mat_id")(self._ctx, w, self._x, self._ids)
+        if not _g("ggml_backend_dev_supports_op")(self._device, product):
+            self.close()
+            raise Unsupported
+        return product
 
     def _repack_buffer_type(self) -> Any:
         reg = _g("ggml_backend_dev_backend_reg")(self._device)
@@ -173,6 +193,9 @@ class LayerGraph:
             whole: NDArray[Any] = np.ascontiguousarray(data)
             _g("ggml_backend_tensor_set")(tensor, whole.ctypes.data, 0, whole.nbytes)
 
+    def set_ids(self, ids: NDArray[np.int32]) -> None:
+        _g("ggml_backend_tensor_set")(self._ids, ids.ctypes.data, 0, ids.nbytes)
+
     def run(self) -> float:
         """Seconds of one evaluation."""
         compute = _g("ggml_backend_graph_compute")
@@ -184,7 +207,7 @@ class LayerGraph:
         return seconds
 
     def output(self) -> NDArray[np.float32]:
-        y = np.empty((self._n_tokens, self._shape.n_embd), np.float32)
+        y = np.empty((self._n_tokens, self._shape.n_out), np.float32)
         _g("ggml_backend_tensor_get")(self._y, y.ctypes.data, 0, y.nbytes)
         return y
 
@@ -195,3 +218,10 @@ class LayerGraph:
         _g("ggml_free")(self._ctx)
         _g("ggml_free")(self._weights_ctx)
         _g("ggml_backend_free")(self._backend)
+
+
+class MatrixGraph(LayerGraph):
+    """One MUL_MAT_ID."""
+
+    def _build(self, w: dict[str, Any]) -> Any:
+        return self._product(w["up"])

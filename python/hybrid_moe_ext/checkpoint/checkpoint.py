@@ -11,10 +11,11 @@ from typing import Any
 import gguf
 
 from ..errors import CheckpointError
-from .config import Fields, read_json, read_quantization
+from .config import Fields, read_json
 from .families import find_family
 from .family import Family
 from .inventory import Inventory, take_inventory
+from .quantization import in_words, read_quantization
 from .shards import read_tensors
 from .tokenizer import Vocabulary, read_vocabulary
 from .virtual_gguf import VirtualGguf
@@ -36,7 +37,8 @@ class Summary:
     n_expert_used: int
     part_bytes: dict[str, int]  # experts, attention, ffn (dense and shared), embeddings; scales included
     dtype_bytes: dict[str, int]
-    block: tuple[int, int] | None  # FP8 scale block [rows, columns]
+    block: tuple[int, int] | None  # FP8 scale block [rows, columns] of the first such tensor
+    scales: str | None  # the same in words
     n_skipped: int  # released tensors left out
 
 
@@ -64,11 +66,6 @@ class Checkpoint:
         self.n_expert: int = hparams.n_expert
         self.n_expert_used: int = hparams.n_expert_used
 
-    @property
-    def block(self) -> tuple[int, int] | None:
-        blocks = [tensor.block for tensor in self.experts] + [tensor.block for tensor in self.dense]
-        return next((block for block in blocks if block), None)
-
     def virtual_gguf(self, dense_type: str = "bf16") -> VirtualGguf:
         """The model as a GGUF; `dense_type` (bf16, q8_0 or f32) is the type of all matrices but the experts."""
 
@@ -93,6 +90,8 @@ class Checkpoint:
                 seen.add(ref.name)
                 parts[part] += ref.n_bytes
                 dtypes[ref.dtype] += ref.n_bytes
+        fp8 = [(t.n_rows, t.k, t.block) for t in self.experts if t.block]
+        fp8 += [(t.source.shape[0], t.source.shape[1], t.block) for t in self.dense if t.block]
         return Summary(
             architecture=self.family.hf_arch,
             n_layer=self.n_layer,
@@ -100,7 +99,8 @@ class Checkpoint:
             n_expert_used=self.n_expert_used,
             part_bytes=dict(parts),
             dtype_bytes=dict(dtypes),
-            block=self.block,
+            block=fp8[0][2] if fp8 else None,
+            scales=in_words(*fp8[0]) if fp8 else None,
             n_skipped=len(self.inventory.skipped),
         )
 

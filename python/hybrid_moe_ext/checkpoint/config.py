@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,28 +103,3 @@ class Fields:
         if not isinstance(value, dict):
             raise self.fail(key, "but must be an object")
         return Fields(self.path, value, f"{self.prefix}{key}.")
-
-
-@dataclass(frozen=True)
-class Fp8:
-    """FP8 weights with one scale per block: value = code x scale[row // block[0], column // block[1]]."""
-
-    block: tuple[int, int]
-
-
-def read_quantization(config: Fields) -> Fp8 | None:
-    """How the weights are stored: None for plain BF16, F16 or F32."""
-    fields = config.child("quantization_config")
-    if fields is None:
-        return None
-    remedy = "FP8 with block scales (quant_method fp8, fmt e4m3) and unquantised weights can be run: get such a release"
-    if fields.get("quant_method", "missing") != "fp8":
-        raise fields.unsupported("quant_method", remedy)
-    if fields.get("fmt", "e4m3") != "e4m3":
-        raise fields.unsupported("fmt", remedy)
-    block = fields.values.get("weight_block_size")
-    if block is None:
-        raise fields.unsupported("weight_block_size", "scales per tensor or channel are not supported yet; " + remedy)
-    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        raise fields.fail("weight_block_size", "but must be two positive integers [rows, columns]")
-    return Fp8((block[0], block[1]))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from .family import HeadSlice
 from .fp8 import dequantise_rows, f32_to_bf16, read_elements, read_scale, to_f32
+from .quantization import Block, grid_shape
 from .safetensors import TensorRef
 
 DENSE_TYPES = {"bf16": Type.BF16, "q8_0": Type.Q8_0, "f32": Type.F32}
@@ -29,7 +30,7 @@ class DenseTensor:
     part: str  # attention | ffn | embeddings
     source: TensorRef
     scale: TensorRef | None  # FP8 sources only
-    block: tuple[int, int] | None
+    block: Block | None
     f32: bool  # stays float32 whatever dense_type says
     cut: HeadSlice | None = None
 
@@ -61,7 +62,7 @@ class DenseTensor:
     def convert(self, out: Type, first: int, end: int, step: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """(unit, bytes from this unit on as they stand in the GGUF) for units [first, end), `step` at a time."""
         as_stored = self.cut is None and self._is_as_stored(out)
-        scale = None if self.scale is None else read_scale(self.scale)
+        scale = self._read_scale()
         n_unit = math.prod(self.shape) // self.n_units
         for unit in range(first, end, step):
             count = min(step, end - unit)
@@ -74,6 +75,12 @@ class DenseTensor:
                 elif out != Type.F32:
                     data = gguf.quants.quantize(data, out)
             yield unit, data.reshape(-1).view(np.uint8)
+
+    def _read_scale(self) -> NDArray[np.float32] | None:
+        if self.scale is None or self.block is None:
+            return None
+        rows, k = self.source.shape
+        return read_scale(self.scale, grid_shape(rows, k, self.block))
 
     def _is_as_stored(self, out: Type) -> bool:
         return bool(self.source.dtype == out.name)

@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
+from .quantization import Block
 from .safetensors import TensorRef
 
 NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype("u1"),
+    "F8_E8M0": np.dtype("u1"),
     "BF16": np.dtype("<u2"),
     "F16": np.dtype("<f2"),
     "F32": np.dtype("<f4"),
@@ -32,11 +34,7 @@ def _e4m3_table() -> NDArray[np.float32]:
 
 
 E4M3 = _e4m3_table()
-
-
-def grid_shape(rows: int, k: int, block: tuple[int, int]) -> tuple[int, int]:
-    """How many scales a [rows, k] matrix has; blocks at the edges may be partial."""
-    return -(-rows // block[0]), -(-k // block[1])
+E8M0 = np.append(2.0 ** (np.arange(255) - 127.0), np.nan).astype(np.float32)  # powers of two; 255 is NaN
 
 
 def bf16_to_f32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
@@ -82,22 +80,24 @@ def read_elements(ref: TensorRef, first: int, count: int) -> NDArray[Any]:
 
 
 def to_f32(ref: TensorRef, data: NDArray[Any]) -> NDArray[np.float32]:
-    """A fresh float32 array of BF16, F16 or F32 elements."""
+    """A fresh float32 array of BF16, F16, F32 or E8M0 elements."""
     if ref.dtype == "BF16":
         return bf16_to_f32(data)
+    if ref.dtype == "F8_E8M0":
+        return np.take(E8M0, data)
     return data.astype(np.float32)
 
 
-def read_scale(ref: TensorRef) -> NDArray[np.float32]:
+def read_scale(ref: TensorRef, grid: tuple[int, int]) -> NDArray[np.float32]:
     """All scales of one matrix, [grid rows, grid columns]; they must be finite."""
-    scale = to_f32(ref, read_elements(ref, 0, int(np.prod(ref.shape)))).reshape(ref.shape)
+    scale = to_f32(ref, read_elements(ref, 0, int(np.prod(ref.shape)))).reshape(grid)
     if not np.isfinite(scale).all():
         raise CheckpointError(f"{ref.path}: scale {ref.name!r} has an infinity or NaN: download the file again")
     return scale
 
 
 def dequantise_rows(
-    ref: TensorRef, codes: NDArray[np.uint8], scale: NDArray[np.float32], block: tuple[int, int], first_row: int
+    ref: TensorRef, codes: NDArray[np.uint8], scale: NDArray[np.float32], block: Block, first_row: int
 ) -> NDArray[np.float32]:
     """codes [n, k], rows from `first_row` of the matrix -> float32 [n, k]. NaN codes are refused."""
     if codes.size and int((codes & 0x7F).max()) == 0x7F:
@@ -107,6 +107,9 @@ def dequantise_rows(
         )
     n, k = codes.shape
     values = np.take(E4M3, codes)
+    if scale.shape[1] == 1:  # one scale per row, whatever the number of rows that share it
+        values *= scale[(first_row + np.arange(n)) // block[0]]
+        return values
     row = 0
     while row < n:  # one block row at a time: its scales are a single vector over the columns
         i_block = (first_row + row) // block[0]

@@ -13,16 +13,17 @@ from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from .config import Fp8
 from .dense import DenseTensor
-from .family import Family, Rule
-from .fp8 import grid_shape, read_scale
+from .family import Family, HeadSlice, Rule
+from .fp8 import read_scale
+from .quantization import Block, Fp8, grid_shape
 from .safetensors import TensorRef
 
 FLOATS = ("BF16", "F16", "F32")
 EXPERT_TYPES = {"F8_E4M3": Type.I8, "BF16": Type.BF16, "F16": Type.F16, "F32": Type.F32}
-SCALE_DTYPES = ("F32", "BF16")
-SCALE_SUFFIX = "_scale_inv"  # multiply by it, despite the name
+# Static scales for quantising activations, in place of X.weight: here activations keep their precision, so a product needs
+# none, and is closer to the unquantised model without.
+ACTIVATION_SCALES = (".input_scale", ".activation_scale")
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class ExpertTensor:
     n_rows: int
     k: int
     codes: tuple[TensorRef, ...]
-    scales: tuple[TensorRef, ...] | None  # FP8 only, F32 or BF16 [grid rows, grid columns] per expert
-    block: tuple[int, int] | None
+    scales: tuple[TensorRef, ...] | None  # FP8 only, one scale per block for each expert, in quantization.SCALE_DTYPES
+    block: Block | None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -48,8 +49,9 @@ class ExpertTensor:
 
     def read_scales(self) -> NDArray[np.float32]:
         """[n_expert, grid rows, grid columns]; raises CheckpointError if one is not finite."""
-        assert self.scales is not None
-        return np.stack([read_scale(ref) for ref in self.scales])
+        assert self.scales is not None and self.block is not None
+        grid = grid_shape(self.n_rows, self.k, self.block)
+        return np.stack([read_scale(ref, grid) for ref in self.scales])
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,15 @@ class Inventory:
     dense: list[DenseTensor]
     experts: list[ExpertTensor]
     skipped: list[str]  # released tensors that are left out: multi-token prediction
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A released tensor and, if it is FP8, its scale and the weights that share one."""
+
+    ref: TensorRef
+    scale: TensorRef | None = None
+    block: Block | None = None
 
 
 class _Stock:
@@ -67,8 +78,8 @@ class _Stock:
         self.tensors = dict(tensors)
         self.fp8 = fp8
 
-    def take(self, name: str, shape: tuple[int, ...]) -> tuple[TensorRef, TensorRef | None]:
-        """A tensor and, if it is FP8, its scale: existing, of a type fit for its role, and of the right shape."""
+    def take(self, name: str, shape: tuple[int, ...]) -> _Taken:
+        """A tensor that exists, is of a type fit for its role, and of the right shape; so is its scale."""
         ref = self.tensors.pop(name, None)
         if ref is None:
             raise CheckpointError(f"{self.directory}: tensor {name!r} is missing: download the checkpoint again")
@@ -78,36 +89,30 @@ class _Stock:
                 f"{ref.path}: tensor {name!r} is {ref.dtype}, but must be {', '.join(allowed)}:"
                 f" get an FP8 or BF16 release"
             )
-        _check_shape(ref, shape, "config.json asks for it")
-        if ref.dtype != "F8_E4M3":
-            return ref, None
-        return ref, self._take_scale(ref)
+        if ref.shape != shape:
+            raise CheckpointError(
+                f"{ref.path}: tensor {name!r} has the shape {list(ref.shape)}, but must have {list(shape)} (config.json"
+                f" asks for it): config.json and weights do not belong together, download both again"
+            )
+        return _Taken(ref) if ref.dtype != "F8_E4M3" else self._with_scale(ref)
 
-    def _take_scale(self, ref: TensorRef) -> TensorRef:
+    def _with_scale(self, ref: TensorRef) -> _Taken:
         if self.fp8 is None:
             raise CheckpointError(
                 f"{ref.path}: tensor {ref.name!r} is F8_E4M3, but config.json has no quantization_config:"
-                f" use the config.json of the FP8 release, its weight_block_size is needed"
+                f" use the config.json of the FP8 release, it says how the scales are stored"
             )
-        scale = self.tensors.pop(ref.name + SCALE_SUFFIX, None)
-        if scale is None:
+        for suffix in ACTIVATION_SCALES:
+            self.tensors.pop(ref.name.removesuffix(".weight") + suffix, None)
+        names = [ref.name + suffix for suffix in self.fp8.suffixes]
+        found = [scale for name in names if (scale := self.tensors.pop(name, None)) is not None]
+        if len(found) != 1:
+            what = "are both there: which one counts cannot be told" if found else "is missing"
             raise CheckpointError(
-                f"{ref.path}: tensor {ref.name!r} is F8_E4M3, but {ref.name + SCALE_SUFFIX!r} is missing:"
+                f"{ref.path}: tensor {ref.name!r} is F8_E4M3, but its scale {' or '.join(map(repr, names))} {what}:"
                 f" download the checkpoint again"
             )
-        if scale.dtype not in SCALE_DTYPES:
-            raise CheckpointError(f"{scale.path}: scale {scale.name!r} is {scale.dtype}, but must be F32 or BF16")
-        rule = f"one scale per block of {self.fp8.block[0]}x{self.fp8.block[1]}"
-        _check_shape(scale, grid_shape(ref.shape[0], ref.shape[1], self.fp8.block), rule)
-        return scale
-
-
-def _check_shape(ref: TensorRef, shape: tuple[int, ...], rule: str) -> None:
-    if ref.shape != shape:
-        raise CheckpointError(
-            f"{ref.path}: tensor {ref.name!r} has the shape {list(ref.shape)}, but must have {list(shape)} ({rule}):"
-            f" config.json and weights do not belong together, download both again"
-        )
+        return _Taken(ref, found[0], self.fp8.block_of(ref, found[0]))
 
 
 def take_inventory(
@@ -150,14 +155,15 @@ def _gguf_name(names: gguf.TensorNameMap, name: str) -> str:
 
 
 def _dense(stock: _Stock, names: gguf.TensorNameMap, prefix: str, name: str, rule: Rule) -> list[DenseTensor]:
-    ref, scale = stock.take(prefix + name, rule.shape)
-    block = stock.fp8.block if scale is not None and stock.fp8 else None
+    taken = stock.take(prefix + name, rule.shape)
+
+    def tensor(released: str, cut: HeadSlice | None = None) -> DenseTensor:
+        to = _gguf_name(names, released)
+        return DenseTensor(to, rule.part, taken.ref, taken.scale, taken.block, rule.f32, cut)
+
     if not rule.slices:
-        return [DenseTensor(_gguf_name(names, ref.name), rule.part, ref, scale, block, rule.f32)]
-    return [
-        DenseTensor(_gguf_name(names, prefix + cut.name), rule.part, ref, scale, block, rule.f32, cut)
-        for cut in rule.slices
-    ]
+        return [tensor(taken.ref.name)]
+    return [tensor(prefix + cut.name, cut) for cut in rule.slices]
 
 
 def _experts(
@@ -169,25 +175,29 @@ def _experts(
     shape: tuple[int, int],
     n_expert: int,
 ) -> ExpertTensor:
-    codes, scales = [], []
-    for expert in range(n_expert):
-        ref, scale = stock.take(prefix + family.expert_name.format(expert=expert, projection=projection), shape)
-        codes.append(ref)
-        if scale is not None:
-            scales.append(scale)
-        for part in (codes, scales):
-            if part and part[-1].dtype != part[0].dtype:
-                raise CheckpointError(
-                    f"{part[-1].path}: tensor {part[-1].name!r} is {part[-1].dtype}, but {part[0].name!r} is"
-                    f" {part[0].dtype}: the experts of a layer must have one type, download the checkpoint again"
-                )
+    released = [prefix + family.expert_name.format(expert=i, projection=projection) for i in range(n_expert)]
+    taken = [stock.take(name, shape) for name in released]
+    first = taken[0]
+    for other in taken:
+        _check_same(other.ref, first.ref, other.ref.dtype, first.ref.dtype)
+        if other.scale is not None and first.scale is not None:
+            _check_same(other.scale, first.scale, other.scale.dtype, first.scale.dtype)
+            _check_same(other.scale, first.scale, list(other.scale.shape), list(first.scale.shape))
     return ExpertTensor(
         name=_gguf_name(names, prefix + family.merged_name.format(projection=projection)),
-        ggml_type=EXPERT_TYPES[codes[0].dtype],
+        ggml_type=EXPERT_TYPES[first.ref.dtype],
         n_expert=n_expert,
         n_rows=shape[0],
         k=shape[1],
-        codes=tuple(codes),
-        scales=tuple(scales) or None,
-        block=stock.fp8.block if scales and stock.fp8 else None,
+        codes=tuple(one.ref for one in taken),
+        scales=tuple(one.scale for one in taken if one.scale is not None) or None,
+        block=first.block,
     )
+
+
+def _check_same(ref: TensorRef, other: TensorRef, found: object, wanted: object) -> None:
+    if found != wanted:
+        raise CheckpointError(
+            f"{ref.path}: tensor {ref.name!r} is {found}, but {other.name!r} is {wanted}:"
+            f" the experts of a layer must have one type, download the checkpoint again"
+        )

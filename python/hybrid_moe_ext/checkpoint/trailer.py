@@ -14,14 +14,15 @@ from typing import BinaryIO
 import numpy as np
 
 from ..errors import CheckpointError
-from .fp8 import grid_shape, read_elements, to_f32
+from .fp8 import read_elements, to_f32
 from .inventory import ExpertTensor
+from .quantization import grid_shape
 
 VERSION = 1
 VERSION_KEY = "hybrid_moe.fp8.version"
 ALIGNMENT = 64  # of scales and of the trailer's start
-SCALE_TYPES = ("F32", "BF16", "E8M0")  # by number
-SCALE_BYTES = {"F32": 4, "BF16": 2, "E8M0": 1}
+SCALE_TYPES = ("F32", "BF16", "F8_E8M0")  # by number; safetensors' names
+SCALE_BYTES = {"F32": 4, "BF16": 2, "F8_E8M0": 1}
 FOOTER = struct.Struct("<8sIIQQ8x8s")  # magic, version, crc32, offset, length, zeros, magic
 MAGIC = b"HMOEFP8\n"
 _NUMBERS = struct.Struct("<6I2Q")  # n_expert, n_rows, k, block rows, block columns, scale type, codes at, scales at

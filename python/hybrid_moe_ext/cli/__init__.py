@@ -1,7 +1,7 @@
 """The command `hybrid-moe`. Commands are in app.py; here is what every one shares: exit codes, and no traceback.
 
-    0    done                               130  Ctrl-C
-    2    wrong input, said in one line      141  stdout was closed (`| head -1`), as for any Unix filter
+0    done                               130  Ctrl-C
+2    wrong input, said in one line      141  stdout was closed (`| head -1`), as for any Unix filter
 """
 
 from __future__ import annotations

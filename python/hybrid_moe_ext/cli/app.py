@@ -18,14 +18,14 @@ from .. import __version__
 from ..errors import CheckpointError, OptionError
 from ..host_env import host_env as describe_host_env
 from ..info import PARTS, ModelInfo, describe_model
+from ..machine import default_threads
 from ..options import Options
-from .bench import run as run_bench_layer
+from . import bench as run_bench
 from .convert import FP8_NOTE
 from .convert import run as run_convert
 from .generate import Request, Result
 from .generate import run as generate
 from .terminal import note, set_log, write
-from .threads import default_threads
 
 DEMO_MODEL = "tiny-deepseek-v3-fp8"
 DEMO_PROMPT = "The licenses for most software are designed to"
@@ -140,22 +140,69 @@ bench = typer.Typer(help="Benchmarks: validate, then time, next to stock ggml in
 app.add_typer(bench, name="bench")
 
 
+BenchTypes = Annotated[
+    str, typer.Option(help="Weight types: FP8, BF16, F16, F32, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, IQ4_XS, MXFP4, NVFP4.")
+]
+BenchRows = Annotated[str, typer.Option(help="Numbers of token rows.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Timed runs per engine; the median is shown.")]
+
+
 @bench.command()
 @with_options
 def layer(
     options: dict[str, str | None],
     shape: Annotated[str, typer.Option(help="deepseek, qwen3-30b or gpt-oss: a layer of that model.")] = "qwen3-30b",
-    types: Annotated[
-        str, typer.Option(help="Weight types: FP8, BF16, F16, F32, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, IQ4_XS, MXFP4, NVFP4.")
-    ] = "FP8,BF16,Q8_0",
-    rows: Annotated[str, typer.Option(help="Numbers of token rows.")] = "1,4,16,128,512",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed runs per engine; the median is shown.")] = 5,
+    types: BenchTypes = "FP8,BF16,Q8_0",
+    rows: BenchRows = "1,4,16,128,512",
+    rounds: Rounds = 5,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """One MoE layer: ms, GB/s and GFLOP/s with their shares of what this machine can do, and the ratio to stock ggml."""
+    """One MoE layer: ms, GB/s and GFLOP/s with their shares of what this machine can do, and ratios to its peers."""
     set_log(False)
-    run_bench_layer(shape, types, rows, threads or default_threads(), rounds, as_json, Options.resolve(None, **options))
+    n_threads = threads or default_threads()
+    run_bench.layer(run_bench.Request(shape, types, rows, rounds, n_threads, as_json, Options.resolve(None, **options)))
+
+
+@bench.command()
+@with_options
+def kernels(
+    options: dict[str, str | None],
+    shapes: Annotated[
+        str, typer.Option(help="Expert matrices of these models' layers.")
+    ] = "deepseek,qwen3-30b,gpt-oss",
+    types: BenchTypes = "FP8,BF16,Q8_0",
+    rows: BenchRows = "1,4,16,128,512,2048",
+    rounds: Rounds = 5,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """The product by one expert matrix that no cache holds, the same figures."""
+    set_log(False)
+    n_threads = threads or default_threads()
+    run_bench.kernels(
+        run_bench.Request(shapes, types, rows, rounds, n_threads, as_json, Options.resolve(None, **options))
+    )
+
+
+@bench.command("model")
+@with_options
+def bench_model(
+    options: dict[str, str | None],
+    types: BenchTypes = "Q8_0,FP8",
+    folder: Annotated[
+        Path | None, typer.Option(help="Keep the generated models here (2.6 GB in Q8_0) and use them again.")
+    ] = None,
+    rounds: Rounds = 5,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """A model of Qwen3-30B-A3B's shape with 4 layers: a prompt of 512 tokens, and 64 single ones, with and without us."""
+    set_log(False)
+    request = run_bench.Request(
+        "", types, "", rounds, threads or default_threads(), as_json, Options.resolve(None, **options)
+    )
+    run_bench.model(request, folder)
 
 
 @app.command()
@@ -175,7 +222,9 @@ def convert(
     ] = None,
     split_max_size: Annotated[
         str | None,
-        typer.Option("--split-max-size", metavar="N", help="Bytes per file, such as 50G: writes OUT-00001-of-0000N.gguf."),
+        typer.Option(
+            "--split-max-size", metavar="N", help="Bytes per file, such as 50G: writes OUT-00001-of-0000N.gguf."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
 ) -> None:
@@ -185,7 +234,9 @@ def convert(
 
 @app.command()
 def host_env(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A GGUF: says what is right for its experts.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A GGUF: says what is right for its experts.")
+    ] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -241,8 +292,8 @@ def info_lines(model: ModelInfo) -> list[str]:
         if model.n_expert
         else "experts:      none, this is not a Mixture-of-Experts model",
     ]
-    if model.fp8_block:
-        lines.append(f"FP8 blocks:   {model.fp8_block[0]} x {model.fp8_block[1]} weights share a scale")
+    if model.fp8_scales:
+        lines.append(f"FP8 scales:   {model.fp8_scales}")
     lines.append(f"size:         {size(model.n_bytes)}")
     for name in PARTS:
         if name in model.parts:

@@ -16,6 +16,8 @@ from .. import Llama, counters
 from .._native import ggml_function
 from ..errors import HybridMoeError, OptionError
 from ..info import BOTH, HOST, OURS, ModelInfo, describe_model
+from ..machine import Copies, copies
+from ..options import Options
 from .terminal import last_errors, progress_bar
 
 DEFAULT_CTX = 4096
@@ -40,6 +42,7 @@ class Result:
     expert_matmuls: int  # expert matrix products that the plug-in computed for this prompt
     model: str
     architecture: str
+    copies: Copies | None  # of experts in memory; None: they are used from their files
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,6 +54,7 @@ class Result:
             f"decode: {max(0, self.tokens - 1)} tokens, {decode}",
             f"device: {self.device}, {self.threads} thread{'s' if self.threads > 1 else ''}",
             f"experts: {self._where()}",
+            *(self.copies.lines() if self.copies else ()),
         ]
 
     def _where(self) -> str:
@@ -117,6 +121,7 @@ def run(request: Request, show: Callable[[str], None]) -> Result:
             expert_matmuls=matmuls,
             model=request.model,
             architecture=info.architecture,
+            copies=copies() if Options.resolve(None, **request.options).experts_memory == "copy" else None,
         )
     finally:
         llm.close()
@@ -225,7 +230,9 @@ def _token_text(llm: Llama, token: int) -> str:
 
 def device_description() -> str:
     """The CPU as ggml names it; this command puts no layers on GPUs."""
-    handle = ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, [ctypes.c_int])(0)  # GGML_BACKEND_DEVICE_TYPE_CPU
+    handle = ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, [ctypes.c_int])(
+        0
+    )  # GGML_BACKEND_DEVICE_TYPE_CPU
     if not handle:
         return "CPU"
     text = ggml_function("ggml_backend_dev_description", ctypes.c_char_p, [ctypes.c_void_p])(handle)
