@@ -54,8 +54,9 @@ constexpr Implementation all[] = {
 
 // AVX2 tables: our speed over the better of stock ggml 0.25.3's layouts (plain, repacked) for a layer 7168x2048, top-8, one
 // thread, processor time on a shared Zen 3, at 1 / 32 token rows: Q4_0 1.2 / 2.2, Q4_K 1.2 / 2.9, Q5_K 1.2 / 2.4, Q6_K
-// 1.1 / 2.8, IQ4_XS 1.2 / 2.5, MXFP4 1.1 / 2.3, NVFP4 1.2 / 2.1, Q8_0 1.2 / 1.6; at 256 rows Q4_K 1.5, Q5_K 1.4,
-// Q6_K 1.5, IQ4_XS 1.3, MXFP4 2.3. Re-measure with `hybrid-moe bench layer`. The scalar table decodes value by value: stock's is faster.
+// 1.1 / 2.8, IQ4_XS 1.2 / 2.5, MXFP4 1.1 / 2.3, NVFP4 1.2 / 2.1, Q8_0 1.2 / 1.6; at 256 rows Q4_K 1.5, Q5_K 1.4, Q6_K 1.5,
+// IQ4_XS 1.3, MXFP4 1.6. Re-measure with `hybrid-moe bench layer`. The scalar table decodes value by value and was not made
+// to compete.
 bool worth_taking(const Kernels & kernels, WeightType type) { return &kernels != &kernels_scalar || type < WeightType::q4_0; }
 
 const Implementation * implementations(size_t * n) {
