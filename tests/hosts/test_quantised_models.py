@@ -6,6 +6,7 @@ experts stay with it, which is part of the test."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,8 @@ import gguf
 import pytest
 from host_models import PROMPT, demo_gguf
 
-from hybrid_moe_ext import register
 from hybrid_moe_ext._native import WEIGHT_TYPES
+from weights import FLOATS_FROM
 
 SCRIPT = """if 1:
     import json, sys, llama_cpp, numpy as np
@@ -46,8 +47,9 @@ def n_of_ours(path: Path) -> int:
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4"])
 def test_logits_equal_those_without_the_plug_in(kind):
-    """Both round activations to int8; another order of additions flips a few of these roundings, hence 1e-4."""
-    if register().isa == "scalar":
+    """Both round activations to int8; another order of additions flips a few of these roundings, hence 1e-4. Of many token
+    rows some types round nothing here, where the host does."""
+    if os.environ["HYBRID_MOE_ISA"] == "scalar":
         pytest.skip("the scalar kernels leave quantised types to the host")
     path = demo_gguf(kind)
     done = subprocess.run([sys.executable, "-c", SCRIPT, path, PROMPT], capture_output=True, text=True, timeout=300)
@@ -56,4 +58,4 @@ def test_logits_equal_those_without_the_plug_in(kind):
     n_tokens = told["1"][1]
     n_passes = n_tokens + -(-n_tokens // 64)
     assert before == 0 and after == n_of_ours(path) * n_passes
-    assert all(nmse < 1e-4 for nmse, _ in told.values()), told
+    assert told["1"][0] < 1e-4 and told["64"][0] < (1e-3 if kind in FLOATS_FROM else 1e-4), told
