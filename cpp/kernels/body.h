@@ -81,6 +81,13 @@ template <int N> inline void sums(const Vec (&v)[N], float * out) {
     }
 }
 
+// What to fetch while byte i of some rows is multiplied, R rows at a time: a kilobyte further, which at a row's end is in the row
+// that comes next on the same stream.
+inline size_t fetch_ahead(const ExpertMatrix & e, int64_t i, int R) {
+    const size_t at = size_t(i) + 1024;
+    return at < e.row_bytes ? at : at + size_t(R - 1) * e.row_bytes;
+}
+
 // R weight rows times M token rows. Codes are summed inside a block and scaled once per block, in ascending order.
 template <WeightType T, int R, int M>
 inline void dot_tile(const ExpertMatrix & e, int64_t row0, const float * const * x, float * const * y) {
@@ -93,6 +100,7 @@ inline void dot_tile(const ExpertMatrix & e, int64_t row0, const float * const *
         total[i] = Vec::zero();
         tail[i] = 0.0f;
     }
+    constexpr int64_t line = 64 / int64_t(C::bytes);  // columns of a cache line
     const int64_t len = C::block_len(e);
     int64_t i_block = 0;
     for (int64_t b0 = 0; b0 < e.k; b0 += len, i_block++) {
@@ -102,12 +110,16 @@ inline void dot_tile(const ExpertMatrix & e, int64_t row0, const float * const *
         Vec acc[R * M];
         for (int r = 0; r < R; r++) code[r] = C::at(row[r], b0);
         for (int i = 0; i < R * M; i++) acc[i] = C::scaled ? Vec::zero() : total[i];
-        for (int64_t i = b0; i < full; i += Vec::width) {
-            Vec xv[M];
-            for (int j = 0; j < M; j++) xv[j] = Vec::load(x[j] + i);
-            for (int r = 0; r < R; r++) {
-                const Vec w = C::decode(code[r] + size_t(i - b0) * C::bytes);
-                for (int j = 0; j < M; j++) acc[r * M + j] = Vec::fma(w, xv[j], acc[r * M + j]);
+        for (int64_t i = b0; i < full;) {
+            const size_t ahead = fetch_ahead(e, i * int64_t(C::bytes), R);
+            for (int r = 0; r < R; r++) __builtin_prefetch(row[r].codes + ahead);
+            for (const int64_t end = min_i64(i + line, full); i < end; i += Vec::width) {
+                Vec xv[M];
+                for (int j = 0; j < M; j++) xv[j] = Vec::load(x[j] + i);
+                for (int r = 0; r < R; r++) {
+                    const Vec w = C::decode(code[r] + size_t(i - b0) * C::bytes);
+                    for (int j = 0; j < M; j++) acc[r * M + j] = Vec::fma(w, xv[j], acc[r * M + j]);
+                }
             }
         }
         float scale[R];

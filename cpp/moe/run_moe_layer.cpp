@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t token_tile = 2048;
 
 // How many tiles a thread should get of each kind, so that the last one to finish is short.
-constexpr int64_t tiles_per_thread = 6;
+constexpr int64_t tiles_per_thread = 12;
 
 struct Plan {
     int     n_threads;
