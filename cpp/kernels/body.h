@@ -142,10 +142,37 @@ inline void dot_tile(const ExpertMatrix & e, int64_t row0, const float * const *
     }
 }
 
+// One row of a type without scales times one token row: one stream from memory, several chains of additions.
+template <WeightType T>
+inline void dot_row(const ExpertMatrix & e, int64_t i_row, const float * x, float * y) {
+    using C = Codes<T>;
+    constexpr int n_chains = 4;
+    constexpr int64_t step = n_chains * Vec::width;
+    const uint8_t * codes = e.row(i_row);
+    Vec sum[n_chains];
+    for (Vec & v : sum) v = Vec::zero();
+    int64_t i = 0;
+    for (; i + step <= e.k; i += step) {
+        for (int64_t b = 0; b < step * int64_t(C::bytes); b += 64) __builtin_prefetch(codes + i * int64_t(C::bytes) + b + 1024);
+        for (int c = 0; c < n_chains; c++) {
+            const int64_t at = i + c * Vec::width;
+            sum[c] = Vec::fma(C::decode(codes + size_t(at) * C::bytes), Vec::load(x + at), sum[c]);
+        }
+    }
+    float out[n_chains];
+    sums<n_chains>(sum, out);
+    float total = (out[0] + out[1]) + (out[2] + out[3]);
+    for (; i < e.k; i++) total += C::decode1(codes + size_t(i) * C::bytes) * x[i];
+    y[i_row] = total;
+}
+
 template <WeightType T, int M>
 inline void dot_rows(const ExpertMatrix & e, int64_t row0, int64_t row1, const float * const * x, float * const * y) {
     constexpr int R = M == 1 ? 4 : 2;  // registers: R blocks + R totals per token row, the codes and x
     int64_t r = row0;
+    if constexpr (M == 1 && !Codes<T>::scaled) {
+        for (; r < row1; r++) dot_row<T>(e, r, x[0], y[0]);
+    }
     for (; r + R <= row1; r += R) dot_tile<T, R, M>(e, r, x, y);
     for (; r < row1; r++) dot_tile<T, 1, M>(e, r, x, y);
 }
