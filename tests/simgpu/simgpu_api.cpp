@@ -27,7 +27,7 @@ std::string members(const Fields & fields) {
     return text;
 }
 
-std::string object(const Fields & fields) { return "{" + members(fields) + "}"; }
+std::string object(const Fields & fields) { return std::string("{").append(members(fields)).append("}"); }
 
 std::string times(const Engine::Account & a) {
     return members({{"n", a.n}, {"modelled_ns", a.modelled_ns}, {"busy_ns", a.busy_ns}, {"n_overruns", a.n_overruns}, {"overrun_ns", a.overrun_ns}});
@@ -37,25 +37,29 @@ std::string link(const Engine::Account & a, const LinkBytes & bytes) {
     const int64_t pinned   = bytes.of_kind[copy_pinned];
     const int64_t pageable = bytes.of_kind[copy_pageable];
     const int64_t staged   = bytes.of_kind[copy_staged];
-    return "{" + times(a) + ", " +
-           members({{"bytes", pinned + pageable + staged}, {"pinned_bytes", pinned}, {"pageable_bytes", pageable}, {"staged_bytes", staged}}) + "}";
+    std::string text = "{";
+    text.append(times(a)).append(", ");
+    text.append(members({{"bytes", pinned + pageable + staged}, {"pinned_bytes", pinned}, {"pageable_bytes", pageable}, {"staged_bytes", staged}}));
+    return text.append("}");
 }
 
 std::string describe(const Device & d) {
     const Engine::Account up      = d.up.account();
     const Engine::Account down    = d.down.account();
     const Engine::Account compute = d.compute.account();
-    return "{\"name\": \"" + d.name + "\", \"up\": " + link(up, d.up_bytes) + ", \"down\": " + link(down, d.down_bytes) +
-           ", \"compute\": {" + times(compute) + "}, \"overlap_ns\": " +
-           object({{"up_compute", overlap_ns(up.busy, compute.busy)},
-                   {"down_compute", overlap_ns(down.busy, compute.busy)},
-                   {"up_down", overlap_ns(up.busy, down.busy)}}) +
-           ", \"memory\": " +
-           object({{"total", int64_t(d.memory.total())}, {"used", int64_t(d.memory.used())}, {"peak", int64_t(d.memory.peak())}}) +
-           ", \"host_memory\": " + object({{"used", int64_t(d.host_memory.used())}, {"peak", int64_t(d.host_memory.peak())}}) +
-           ", \"calls\": " +
-           object({{"allocs", d.n_allocs}, {"host_allocs", d.n_host_allocs}, {"copies", d.n_copies}, {"ops", d.n_ops}, {"failed_copies", d.n_failed_copies}}) +
-           ", \"lost\": " + (d.lost ? "true" : "false") + "}";
+    std::string text = "{\"name\": \"";
+    text.append(d.name).append("\", \"up\": ").append(link(up, d.up_bytes)).append(", \"down\": ").append(link(down, d.down_bytes));
+    text.append(", \"compute\": {").append(times(compute)).append("}, \"overlap_ns\": ");
+    text.append(object({{"up_compute", overlap_ns(up.busy, compute.busy)},
+                        {"down_compute", overlap_ns(down.busy, compute.busy)},
+                        {"up_down", overlap_ns(up.busy, down.busy)}}));
+    text.append(", \"memory\": ");
+    text.append(object({{"total", int64_t(d.memory.total())}, {"used", int64_t(d.memory.used())}, {"peak", int64_t(d.memory.peak())}}));
+    text.append(", \"host_memory\": ");
+    text.append(object({{"used", int64_t(d.host_memory.used())}, {"peak", int64_t(d.host_memory.peak())}}));
+    text.append(", \"calls\": ");
+    text.append(object({{"allocs", d.n_allocs}, {"host_allocs", d.n_host_allocs}, {"copies", d.n_copies}, {"ops", d.n_ops}, {"failed_copies", d.n_failed_copies}}));
+    return text.append(", \"lost\": ").append(d.lost ? "true}" : "false}");
 }
 
 void empty(LinkBytes & bytes) {
