@@ -19,8 +19,8 @@ def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 @cache
 def library(folder: Path) -> Path:
-    """The built library, in `folder`; or SIMGPU's own choice, HYBRID_MOE_SIMGPU. Skips where nothing can be built."""
-    if chosen := os.environ.get("HYBRID_MOE_SIMGPU"):
+    """The library, built in `folder`; or the one that LIBGGML_SIMGPU names (a sanitizer build, for one). Skips where nothing can be built."""
+    if chosen := os.environ.get("LIBGGML_SIMGPU"):
         return Path(chosen)
     if not shutil.which("cmake") or not (shutil.which("c++") or os.environ.get("CXX")):
         pytest.skip("no CMake or no C++ compiler on this machine")

@@ -81,9 +81,9 @@ int64_t do_copy(const Copy & copy, int64_t ready) {
 
 void copy_now(const Copy & copy) { sleep_until(do_copy(copy, now_ns())); }
 
-void fill_now(Device & device, uint8_t * target, uint8_t value, size_t size) {
-    const auto work = [=] { memset(target, value, size); };
-    sleep_until(device.compute.charge(now_ns(), memory_ns(device, double(size)), settings().moves_bytes ? work : std::function<void()>()));
+void fill_now(Device & device, size_t size, const std::function<void()> & fill) {
+    const std::function<void()> work = settings().moves_bytes ? fill : nullptr;
+    sleep_until(device.compute.charge(now_ns(), memory_ns(device, double(size)), work));
 }
 
 }  // namespace simgpu

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 namespace simgpu {
 
@@ -31,7 +32,7 @@ int64_t do_copy(const Copy & copy, int64_t ready);
 // For calls that return when the copy is done.
 void copy_now(const Copy & copy);
 
-// Fills device memory; charged to the compute units, which write it.
-void fill_now(Device & device, uint8_t * target, uint8_t value, size_t size);
+// Fills `size` bytes of device memory with `fill`; charged to the compute units, which write them.
+void fill_now(Device & device, size_t size, const std::function<void()> & fill);
 
 }  // namespace simgpu

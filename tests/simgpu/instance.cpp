@@ -76,12 +76,13 @@ void synchronize(ggml_backend_t backend) { context_of(backend).stream.synchroniz
 
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph * cgraph) {
     InstanceContext & ctx = context_of(backend);
+    if (ctx.device.lost) return GGML_STATUS_FAILED;
     if (ctx.device.has_error.exchange(false)) {
         complain(ctx.device, "an earlier asynchronous operation failed, so this graph is refused");
         return GGML_STATUS_FAILED;
     }
     const auto graph = std::make_shared<Graph>();
-    if (ctx.device.lost || !graph->take(ctx.device, cgraph)) return GGML_STATUS_FAILED;
+    if (!graph->take(ctx.device, cgraph)) return GGML_STATUS_FAILED;
     ctx.stream.push([&ctx, graph](int64_t ready) { return run_graph(ctx.device, ctx.cpu, *graph, ready); });
     return GGML_STATUS_SUCCESS;
 }

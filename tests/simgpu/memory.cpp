@@ -38,7 +38,8 @@ void * get_base(ggml_backend_buffer_t buffer) { return context_of(buffer).addres
 const uint8_t * at(const void * p, size_t offset) { return static_cast<const uint8_t *>(p) + offset; }
 
 void memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
-    fill_now(*context_of(buffer).device, backing(buffer, tensor->data) + offset, value, size);
+    uint8_t * target = backing(buffer, tensor->data) + offset;
+    fill_now(*context_of(buffer).device, size, [=] { memset(target, value, size); });
 }
 
 void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
@@ -58,8 +59,11 @@ bool cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, ggml_tens
 }
 
 void clear(ggml_backend_buffer_t buffer, uint8_t value) {
-    BufferContext & ctx = context_of(buffer);
-    fill_now(*ctx.device, ctx.bytes, value, ctx.size);
+    const BufferContext ctx = context_of(buffer);
+    fill_now(*ctx.device, ctx.size, [=] {
+        if (value == 0) madvise(ctx.bytes, ctx.size, MADV_DONTNEED);  // fresh pages are zero, and cost nothing until used
+        else memset(ctx.bytes, value, ctx.size);
+    });
 }
 
 const ggml_backend_buffer_i buffer_interface = {
@@ -112,12 +116,13 @@ size_t get_alignment(ggml_backend_buffer_type_t) { return alignment; }
 ggml_backend_buffer_type_t device_buffer_type(Device & device, ggml_backend_dev_t handle) {
     static std::mutex mutex;
     static auto & types = *new std::map<const Device *, ggml_backend_buffer_type>;
+    const ggml_backend_buffer_type fresh = {
+        .iface   = {.get_name = type_name, .alloc_buffer = alloc_buffer, .get_alignment = get_alignment},
+        .device  = handle,
+        .context = &device,
+    };
     const std::lock_guard lock(mutex);
-    ggml_backend_buffer_type & type = types[&device];
-    type.iface   = {.get_name = type_name, .alloc_buffer = alloc_buffer, .get_alignment = get_alignment};
-    type.device  = handle;
-    type.context = &device;
-    return &type;
+    return &types.try_emplace(&device, fresh).first->second;
 }
 
 bool is_device_buffer(ggml_backend_buffer_t buffer) { return buffer && buffer->iface.free_buffer == free_buffer; }

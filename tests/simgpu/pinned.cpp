@@ -98,12 +98,13 @@ bool is_host(ggml_backend_buffer_type_t) { return true; }
 
 ggml_backend_buffer_type_t host_buffer_type(Device & device, ggml_backend_dev_t handle) {
     static auto & types = *new std::map<const Device *, ggml_backend_buffer_type>;
+    const ggml_backend_buffer_type fresh = {
+        .iface   = {.get_name = type_name, .alloc_buffer = alloc_buffer, .get_alignment = get_alignment, .is_host = is_host},
+        .device  = handle,
+        .context = &device,
+    };
     const std::lock_guard lock(mutex);
-    ggml_backend_buffer_type & type = types[&device];
-    type.iface   = {.get_name = type_name, .alloc_buffer = alloc_buffer, .get_alignment = get_alignment, .is_host = is_host};
-    type.device  = handle;
-    type.context = &device;
-    return &type;
+    return &types.try_emplace(&device, fresh).first->second;
 }
 
 bool is_pinned_for(const Device & device, const void * p, size_t n) {

@@ -1,4 +1,4 @@
-"""Child processes of test_simgpu: python scenarios.py LIBRARY SCENARIO [ARGUMENT]. Each does things with the simulated GPU
+"""Child processes of test_simgpu: python scenarios.py LIBRARY SCENARIO [ARGUMENTS]. Each does things with the simulated GPU
 and prints what it saw as JSON; the test judges it."""
 
 from __future__ import annotations
@@ -124,6 +124,9 @@ def overlaps() -> dict[str, Any]:
         h.event_synchronize(uploaded)
         h.synchronize(b)
 
+    never_recorded = h.event_new(dev)
+    h.event_wait(a, never_recorded)
+    h.event_synchronize(never_recorded)
     return {
         "n": n,
         "upload_upload": both(upload, upload),
@@ -147,7 +150,14 @@ def compute() -> dict[str, Any]:
     out["experts"] = measured(lambda: h.graph_compute(b, experts.graph))["devices"][0]
     stage = h.proc("simgpu_cpu_expert", h.I64, h.I64, h.SIZE, h.ctypes.c_double)
     asked = h.proc("simgpu_cpu_expert_ns", h.I64, h.I64, h.SIZE, h.ctypes.c_double)
-    cases = [(1, 44 * MIB, 8.0), (4096, 44 * MIB, 8.0), (4096, 44 * MIB, 4.5), (0, 44 * MIB, 8.0), (-1, 1, 8.0), (1, 1, 0.0)]
+    cases = [
+        (1, 44 * MIB, 8.0),
+        (4096, 44 * MIB, 8.0),
+        (4096, 44 * MIB, 4.5),
+        (0, 44 * MIB, 8.0),
+        (-1, 1, 8.0),
+        (1, 1, 0.0),
+    ]
     out["asked"] = [[*case, asked(*case)] for case in cases]
     out["stage"] = measured(lambda: [stage(3, MIB, 8.0) for _ in range(3)])
     return out
@@ -230,34 +240,49 @@ def exact() -> dict[str, Any]:
             name = f"MUL_MAT{'_ID' if n_used else ''} {kind}"
             error = float(np.abs(results[1][1] - expected).max() / np.abs(expected).max())
             out[name] = [[s for s, _ in results], bool(np.array_equal(results[0][1], results[1][1])), error]
+    out["books"] = h.stats()["devices"][0]["compute"]
     out["declines"] = []
     for kind in (GGML_TYPES["FP8"], h.I32):  # whatever the CPU back end may say of them
         ctx = h.ggml_init(h.InitParams(1 << 16, None, True))
-        op = h.mul_mat_id(ctx, h.new_tensor(ctx, kind, 64, 4, 2), h.new_tensor(ctx, h.F32, 64, 1, 1), h.new_tensor(ctx, h.I32, 1, 1, 1))
+        op = h.mul_mat_id(
+            ctx,
+            h.new_tensor(ctx, kind, 64, 4, 2),
+            h.new_tensor(ctx, h.F32, 64, 1, 1),
+            h.new_tensor(ctx, h.I32, 1, 1, 1),
+        )
         out["declines"].append(not h.dev_supports_op(gpu, op))
     return out
 
 
-def model(library: str, path: str) -> dict[str, Any]:
-    """Logits by the CPU, then with all layers on two devices, then with experts offloaded from the host for long batches."""
+def model(library: str, gguf: str, directory: str) -> dict[str, Any]:
+    """Logits by the CPU; with all layers on two devices; with weights offloaded from the host for a long batch; and with
+    the plug-in's experts between attention on the devices. `directory` has the model of `gguf` with FP8 experts."""
     import llama_cpp
 
+    import hybrid_moe_ext
     import models
 
-    def run(**options: Any) -> np.ndarray:
-        llm = llama_cpp.Llama(path, **{**models.OPTIONS, **options})
+    def run(llm: llama_cpp.Llama) -> np.ndarray:
         try:
             return models.logits(llm)
         finally:
             llm.close()
 
-    expected = run(n_gpu_layers=0)
+    def stock(n_gpu_layers: int) -> llama_cpp.Llama:
+        return llama_cpp.Llama(gguf, n_gpu_layers=n_gpu_layers, **models.OPTIONS)
+
+    expected = run(stock(0))
     assert h.load(library.encode())
     out: dict[str, Any] = {}
-    for name, options in {"all": {"n_gpu_layers": 99}, "offload": {"n_gpu_layers": 0}}.items():
+
+    def compare(name: str, open_model: Callable[[], llama_cpp.Llama]) -> None:
         h.reset_stats()
-        out[name] = models.nmse(run(**options), expected)
-        out[name + "_stats"] = h.stats()["devices"]
+        out[name] = {"nmse": models.nmse(run(open_model()), expected), "devices": h.stats()["devices"]}
+
+    compare("all", lambda: stock(99))
+    compare("offload", lambda: stock(0))
+    compare("hybrid", lambda: hybrid_moe_ext.Llama(directory, dense_type="f32", n_gpu_layers=99, **models.OPTIONS))
+    out["n_matmuls"] = hybrid_moe_ext.counters().n_matmuls
     return out
 
 
@@ -269,10 +294,17 @@ def refuse(library: str) -> dict[str, Any]:
 if __name__ == "__main__":
     library, scenario = sys.argv[1:3]
     if scenario == "model":
-        seen = model(library, sys.argv[3])
+        seen = model(library, *sys.argv[3:])
     elif scenario == "refuse":
         seen = refuse(library)
     else:
         assert h.load(library.encode()), "the simulated GPU did not load"
-        seen = {"copies": copies, "overlaps": overlaps, "compute": compute, "memory": memory, "faults": faults, "exact": exact}[scenario]()
+        seen = {
+            "copies": copies,
+            "overlaps": overlaps,
+            "compute": compute,
+            "memory": memory,
+            "faults": faults,
+            "exact": exact,
+        }[scenario]()
     print(json.dumps(seen))
