@@ -28,7 +28,7 @@ def simgpu(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
     return library(cache.mkdir("simgpu") if cache else tmp_path_factory.mktemp("simgpu"))
 
 
-def run(simgpu: Path, scenario: str, *arguments: object, **variables: object) -> tuple[dict[str, Any], str]:
+def run(simgpu: Path, scenario: str, *arguments: object, **variables: object) -> tuple[Any, str]:
     """What the scenario saw under these SIMGPU_ settings, and what it logged."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SIMGPU_")}
     environment |= {f"SIMGPU_{name}": str(value) for name, value in variables.items()}
@@ -178,24 +178,25 @@ def test_a_model_on_two_devices(simgpu):
     assert all(d["compute"]["n"] > 20 for d in seen["hybrid"]["devices"]) and seen["n_matmuls"] > 0
 
 
-@pytest.mark.parametrize(
-    "name, value, rule",
-    [
-        ("PINED_GBPS", "1", "SIMGPU_PINED_GBPS is no setting"),
-        ("PINNED_GBPS", "fast", "UP/DOWN"),
-        ("PINNED_GBPS", "1,2", "one value per device"),
-        ("MODE", "quick", "exact, copies or timing"),
-        ("FAIL_COPY", "-1", "the N-th call"),
-    ],
-)
-def test_wrong_settings_are_refused(simgpu, name, value, rule):
-    seen, log = run(simgpu, "refuse", **{name: value})
-    assert not seen["loaded"] and rule in log
+WRONG = {
+    "SIMGPU_PINED_GBPS=1": "SIMGPU_PINED_GBPS is no setting; there are: SIMGPU_DEVICES",
+    "SIMGPU_PINNED_GBPS=fast": "UP/DOWN",
+    "SIMGPU_PINNED_GBPS=1,2": "one value per device, and there are 1",
+    "SIMGPU_DEVICES=0": "1 to 16",
+    "SIMGPU_MODE=quick": "exact, copies or timing",
+    "SIMGPU_MEMORY_MIB=nan": "a number above 0",
+    "SIMGPU_FAIL_COPY=-1": "the N-th call",
+    "SIMGPU_STALL=3": "OP:MILLISECONDS",
+}
 
 
-def test_it_loads_once(simgpu):
-    seen, log = run(simgpu, "refuse")
-    assert seen == {"loaded": True, "again": False} and "once is enough" in log
+def test_wrong_settings_are_refused_and_right_ones_load_once(simgpu):
+    cases = [dict([setting.split("=")]) for setting in WRONG] + [{"SIMGPU_STALL": "3:5"}]
+    seen, _ = run(simgpu, "refuse", json.dumps(cases))
+    for (setting, rule), case in zip(WRONG.items(), seen, strict=False):
+        assert not case["first"] and rule in case["log"], setting
+    assert seen[-1]["first"] and not seen[-1]["second"] and "once is enough" in seen[-1]["log"]
+    assert len(seen) == len(WRONG) + 1
 
 
 def test_every_setting_is_documented():

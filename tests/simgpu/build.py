@@ -19,7 +19,8 @@ def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 @cache
 def library(folder: Path) -> Path:
-    """The library, built in `folder`; or the one that LIBGGML_SIMGPU names (a sanitizer build, for one). Skips where nothing can be built."""
+    """The library, built in `folder`; or the one that LIBGGML_SIMGPU names (a sanitizer build, for one).
+    Skips where nothing can be built."""
     if chosen := os.environ.get("LIBGGML_SIMGPU"):
         return Path(chosen)
     if not shutil.which("cmake") or not (shutil.which("c++") or os.environ.get("CXX")):

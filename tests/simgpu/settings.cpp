@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 
 namespace simgpu {
 namespace {
@@ -61,7 +60,7 @@ bool mode(const std::string & text, Settings & out) {
 struct MachineOption {
     const char * name;
     const char * rule;
-    std::function<bool(const std::string &, Settings &)> parse;
+    bool (*parse)(const std::string & text, Settings & out);
 };
 
 const std::vector<MachineOption> & machine_options() {
@@ -80,7 +79,7 @@ const std::vector<MachineOption> & machine_options() {
 struct DeviceOption {
     const char * name;
     const char * rule;
-    std::function<bool(const std::string &, DeviceSettings &)> parse;
+    bool (*parse)(const std::string & text, DeviceSettings & out);
 };
 
 const std::vector<DeviceOption> & device_options() {
