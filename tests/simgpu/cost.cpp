@@ -38,8 +38,8 @@ bool launches(const ggml_tensor * node) {
 double flops_of(const ggml_tensor * node) {
     switch (node->op) {
         case GGML_OP_MUL_MAT:
-        case GGML_OP_MUL_MAT_ID:
-        case GGML_OP_OUT_PROD: return 2.0 * n_elements(node) * double(node->op == GGML_OP_OUT_PROD ? node->src[0]->ne[1] : node->src[0]->ne[0]);
+        case GGML_OP_MUL_MAT_ID: return 2.0 * n_elements(node) * double(node->src[0]->ne[0]);
+        case GGML_OP_OUT_PROD:   return 2.0 * n_elements(node) * double(node->src[0]->ne[1]);
         case GGML_OP_FLASH_ATTN_EXT: {
             const ggml_tensor * q = node->src[0];  // [n_embd_k, n_tokens, n_head, n_seq]
             const ggml_tensor * k = node->src[1];  // [n_embd_k, n_kv, n_head_kv, n_seq]

@@ -47,9 +47,11 @@ bool is_arithmetic(ggml_type type) {
 // Layouts that only the CPU's own buffer types know, such as repacked weights: copied here they would be nonsense.
 bool is_foreign_layout(const ggml_tensor * t) {
     const ggml_backend_buffer_t buffer = buffer_of(t);
-    if (!buffer || !buffer->buft->device || (buffer->buft->iface.is_host && buffer->buft->iface.is_host(buffer->buft))) return false;
+    if (!buffer || !buffer->buft->device) return false;
+    if (buffer->buft->iface.is_host && buffer->buft->iface.is_host(buffer->buft)) return false;
     const ggml_backend_dev_t dev = buffer->buft->device;
-    return dev->iface.get_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU || dev->iface.get_type(dev) == GGML_BACKEND_DEVICE_TYPE_ACCEL;
+    const auto of_host = dev->iface.get_type(dev);
+    return of_host == GGML_BACKEND_DEVICE_TYPE_CPU || of_host == GGML_BACKEND_DEVICE_TYPE_ACCEL;
 }
 
 bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {

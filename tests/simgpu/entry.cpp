@@ -21,7 +21,8 @@ ggml_backend_reg_t start(const void * caller) {
     if (n_devices() > 0) return refuse("simgpu: loaded already; once is enough");
     std::string sentence = hybrid_moe::bind_host(caller);
     if (sentence.empty() && !has_pinned_graphs(hybrid_moe::host().ggml_version())) {
-        sentence = std::string("simgpu: this host's ggml is ") + hybrid_moe::host().ggml_version() + ", and only 0.25 has been tried";
+        sentence = std::string("simgpu: this host's ggml is ") + hybrid_moe::host().ggml_version() +
+                   ", and only 0.25 has been tried; use llama-cpp-python 0.3.36";
     }
     if (sentence.empty() && (!hybrid_moe::host().ggml_backend_dev_by_name || !cpu_handle())) {
         sentence = "simgpu: this host has no device named CPU, which computes for us; load its CPU back end first";

@@ -19,10 +19,6 @@ class InitParams(ctypes.Structure):
     _fields_ = [("mem_size", SIZE), ("mem_buffer", P), ("no_alloc", ctypes.c_bool)]
 
 
-class Memory(ctypes.Structure):
-    _fields_ = [("free", SIZE), ("total", SIZE)]
-
-
 def function(name: str, result: Any, *arguments: Any) -> Any:
     """From the copy of ggml that libllama itself is bound to."""
     return ctypes.CFUNCTYPE(result, *arguments)((name, C._lib))

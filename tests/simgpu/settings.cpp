@@ -29,6 +29,10 @@ bool positive(const std::string & text, double & out) { return parse(text, out) 
 bool not_negative(const std::string & text, double & out) { return parse(text, out) && out >= 0; }
 bool count(const std::string & text, int64_t & out) { return parse(text, out) && out >= 0; }
 
+bool between(const std::string & text, int64_t least, int64_t most, int64_t & out) {
+    return parse(text, out) && out >= least && out <= most;
+}
+
 bool flag(const std::string & text, bool & out) {
     out = text == "1";
     return text == "0" || text == "1";
@@ -43,6 +47,11 @@ bool rate(const std::string & text, Rate & out) {
 bool fault(const std::string & text, FaultAt & out) {
     out.onwards = !text.empty() && text.back() == '+';
     return count(out.onwards ? text.substr(0, text.size() - 1) : text, out.n);
+}
+
+bool lost_at(const std::string & text, FaultAt & out) {
+    out.onwards = true;
+    return count(text, out.n);
 }
 
 bool stall(const std::string & text, Stall & out) {
@@ -65,9 +74,9 @@ struct MachineOption {
 
 const std::vector<MachineOption> & machine_options() {
     static const std::vector<MachineOption> all = {
-        {"SIMGPU_DEVICES", "1 to 16", [](auto & t, auto & s) { return count(t, s.n_devices) && s.n_devices >= 1 && s.n_devices <= 16; }},
+        {"SIMGPU_DEVICES", "1 to 16", [](auto & t, auto & s) { return between(t, 1, 16, s.n_devices); }},
         {"SIMGPU_MODE", "exact, copies or timing", mode},
-        {"SIMGPU_THREADS", "1 to 256", [](auto & t, auto & s) { return count(t, s.n_threads) && s.n_threads >= 1 && s.n_threads <= 256; }},
+        {"SIMGPU_THREADS", "1 to 256", [](auto & t, auto & s) { return between(t, 1, 256, s.n_threads); }},
         {"SIMGPU_PAGEABLE_BLOCKS", "0 or 1", [](auto & t, auto & s) { return flag(t, s.pageable_blocks); }},
         {"SIMGPU_PINNED_SHARED", "0 or 1", [](auto & t, auto & s) { return flag(t, s.pinned_shared); }},
         {"SIMGPU_CPU_GBPS", "a number above 0", [](auto & t, auto & s) { return positive(t, s.cpu_gbps); }},
@@ -88,7 +97,8 @@ const std::vector<DeviceOption> & device_options() {
     static const char * faults = "0 (never), N (the N-th call) or N+ (from the N-th on)";
     static const std::vector<DeviceOption> all = {
         {"SIMGPU_MEMORY_MIB", above, [](auto & t, auto & d) { return positive(t, d.memory_mib); }},
-        {"SIMGPU_HOST_MEMORY_MIB", "a number, 0 for no limit", [](auto & t, auto & d) { return not_negative(t, d.host_memory_mib); }},
+        {"SIMGPU_HOST_MEMORY_MIB", "a number, 0 for no limit",
+         [](auto & t, auto & d) { return not_negative(t, d.host_memory_mib); }},
         {"SIMGPU_PINNED_GBPS", rates, [](auto & t, auto & d) { return rate(t, d.pinned); }},
         {"SIMGPU_PAGEABLE_GBPS", rates, [](auto & t, auto & d) { return rate(t, d.pageable); }},
         {"SIMGPU_STAGED_GBPS", rates, [](auto & t, auto & d) { return rate(t, d.staged); }},
@@ -101,7 +111,7 @@ const std::vector<DeviceOption> & device_options() {
         {"SIMGPU_FAIL_ALLOC", faults, [](auto & t, auto & d) { return fault(t, d.fail_alloc); }},
         {"SIMGPU_FAIL_HOST_ALLOC", faults, [](auto & t, auto & d) { return fault(t, d.fail_host_alloc); }},
         {"SIMGPU_FAIL_COPY", faults, [](auto & t, auto & d) { return fault(t, d.fail_copy); }},
-        {"SIMGPU_LOSE_AT", "0 (never) or the number of an op", [](auto & t, auto & d) { d.lose_at.onwards = true; return count(t, d.lose_at.n); }},
+        {"SIMGPU_LOSE_AT", "0 (never) or the number of an op", [](auto & t, auto & d) { return lost_at(t, d.lose_at); }},
         {"SIMGPU_STALL", "0 (never) or OP:MILLISECONDS such as 7:50", [](auto & t, auto & d) { return stall(t, d.stall); }},
     };
     return all;

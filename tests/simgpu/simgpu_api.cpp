@@ -30,7 +30,11 @@ std::string members(const Fields & fields) {
 std::string object(const Fields & fields) { return std::string("{").append(members(fields)).append("}"); }
 
 std::string times(const Engine::Account & a) {
-    return members({{"n", a.n}, {"modelled_ns", a.modelled_ns}, {"busy_ns", a.busy_ns}, {"n_overruns", a.n_overruns}, {"overrun_ns", a.overrun_ns}});
+    return members({{"n", a.n},
+                    {"modelled_ns", a.modelled_ns},
+                    {"busy_ns", a.busy_ns},
+                    {"n_overruns", a.n_overruns},
+                    {"overrun_ns", a.overrun_ns}});
 }
 
 std::string link(const Engine::Account & a, const LinkBytes & bytes) {
@@ -39,7 +43,10 @@ std::string link(const Engine::Account & a, const LinkBytes & bytes) {
     const int64_t staged   = bytes.of_kind[copy_staged];
     std::string text = "{";
     text.append(times(a)).append(", ");
-    text.append(members({{"bytes", pinned + pageable + staged}, {"pinned_bytes", pinned}, {"pageable_bytes", pageable}, {"staged_bytes", staged}}));
+    text.append(members({{"bytes", pinned + pageable + staged},
+                         {"pinned_bytes", pinned},
+                         {"pageable_bytes", pageable},
+                         {"staged_bytes", staged}}));
     return text.append("}");
 }
 
@@ -54,11 +61,17 @@ std::string describe(const Device & d) {
                         {"down_compute", overlap_ns(down.busy, compute.busy)},
                         {"up_down", overlap_ns(up.busy, down.busy)}}));
     text.append(", \"memory\": ");
-    text.append(object({{"total", int64_t(d.memory.total())}, {"used", int64_t(d.memory.used())}, {"peak", int64_t(d.memory.peak())}}));
+    text.append(object({{"total", int64_t(d.memory.total())},
+                        {"used", int64_t(d.memory.used())},
+                        {"peak", int64_t(d.memory.peak())}}));
     text.append(", \"host_memory\": ");
     text.append(object({{"used", int64_t(d.host_memory.used())}, {"peak", int64_t(d.host_memory.peak())}}));
     text.append(", \"calls\": ");
-    text.append(object({{"allocs", d.n_allocs}, {"host_allocs", d.n_host_allocs}, {"copies", d.n_copies}, {"ops", d.n_ops}, {"failed_copies", d.n_failed_copies}}));
+    text.append(object({{"allocs", d.n_allocs},
+                        {"host_allocs", d.n_host_allocs},
+                        {"copies", d.n_copies},
+                        {"ops", d.n_ops},
+                        {"failed_copies", d.n_failed_copies}}));
     return text.append(", \"lost\": ").append(d.lost ? "true}" : "false}");
 }
 

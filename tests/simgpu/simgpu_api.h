@@ -18,7 +18,7 @@ SIMGPU_API const char * simgpu_stats(void);
 SIMGPU_API void simgpu_reset_stats(void);
 
 /* The timing-only CPU stage: what one expert costs for n_rows rows,
- * max(expert_bytes / SIMGPU_CPU_GBPS, 2 x n_rows x weights / SIMGPU_CPU_TFLOPS), where weights = expert_bytes x 8 / bits_per_weight.
+ * max(expert_bytes / SIMGPU_CPU_GBPS, 2 x n_rows x weights / SIMGPU_CPU_TFLOPS), weights = expert_bytes x 8 / bits_per_weight.
  * 0 for no rows; -1 when an argument makes no sense. Nothing is computed. */
 SIMGPU_API int64_t simgpu_cpu_expert_ns(int64_t n_rows, size_t expert_bytes, double bits_per_weight);
 
