@@ -241,11 +241,12 @@ def run_layers(
     n_threads: int = 2,
     folder: Path | None = None,
     whole: bool = True,
+    abort: Any = None,
 ) -> tuple[int, np.ndarray]:
     """x: float32 [n_tokens, n_embd] -> (status, y of the last layer). `folder` holds FP8 experts. Without `whole` the sum
     over experts is left out: y [n_tokens, n_used, n_embd]."""
     g = _Graph(layers, len(x), not whole)
-    with backend(device, n_threads) as b:
+    with backend(device, n_threads, abort) as b:
         with contextlib.ExitStack() as stack:
             in_files = {t for t, (_, w) in g.experts.items() if w.kind == "FP8"}
             if in_files:

@@ -205,6 +205,20 @@ def test_activations_of_any_size(isa, kind, size):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", [DOT, GEMM])
+@pytest.mark.parametrize("block", [(16, 16), (1, 96), (20, 96), (7, 9)])
+@pytest.mark.parametrize("size", [2.0**7, 2.0**8, -300.0, 1e5, 2.0**40])
+def test_large_scales(isa, kernel, block, size):
+    """Codes are decoded in units of 2^-120 on some instruction sets: a scale times 2^120 is no float from 256 on."""
+    rng = np.random.default_rng(11)
+    w = random_weights("FP8", 20, 96, rng, block)
+    factor = np.float32(size) / w.scales.max()
+    grown = (w.scales * factor).astype(np.float32)
+    wide = np.repeat(np.repeat(grown.astype(np.float64), block[0], 0), block[1], 1)[:20, :96]
+    check(isa, kernel, Weights("FP8", w.codes, E4M3.astype(np.float64)[w.codes] * wide, grown, block), 8, rng)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_flush_to_zero_of_the_host_does_no_harm(isa):
     """Hosts may have denormals flushed (fast-math libraries do); E4M3 subnormals must not vanish, nor the setting."""
     libm = ctypes.CDLL("libm.so.6")

@@ -98,3 +98,13 @@ def test_command_line(command, capfd, monkeypatch):
     table = capfd.readouterr().out
     assert "hybrid-moe" in table and re.search(r"\d\.\d\dx", table)
     assert command_line([*arguments[:3], "nonsense"]) == 2
+
+
+@pytest.mark.parametrize("arguments", [
+    ["layer", "--types", ""], ["layer", "--rows", ""], ["layer", "--rows", "99999999999999999999"], ["layer", "--rows", "0"],
+    ["kernels", "--types", ","], ["kernels", "--shapes", " , "], ["kernels", "--rows", "65537"], ["model", "--types", ""],
+])  # fmt: skip
+def test_nothing_to_time_and_too_much_is_refused_before_anything_is_measured(arguments, monkeypatch, capfd):
+    monkeypatch.setattr(cli_module, "measure_limits", lambda n: pytest.fail("measured"))
+    assert command_line(["bench", *arguments]) == 2
+    assert arguments[1] in capfd.readouterr().err

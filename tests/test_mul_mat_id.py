@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from ggml_graph import ABORT_CALLBACK, ABORTED, FAILED, SUCCESS, expert_files, mul_mat_id
 from hybrid_moe_ext import counters, register
+from layer_graph import random_layer, random_route, run_layers
 from quantised import FORMATS
 from weights import FLOATS_FROM, GROUP, Weights, met_by, random_weights, tolerance, whole_groups
 
@@ -176,6 +178,21 @@ def test_abort_callback_stops_the_layer(tmp_path):
     assert asked
     go_on = ABORT_CALLBACK(lambda _: False)
     assert run(tmp_path, w, x, ids, abort=go_on)[0] == SUCCESS
+
+
+@pytest.mark.parametrize("n_tokens", [1, 50])
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_abort_callback_is_asked_on_the_callers_thread(whole, n_tokens):
+    """As stock does: what a host's callback reads may belong to that thread."""
+    rng = np.random.default_rng(9)
+    asked = set()
+    abort = ABORT_CALLBACK(lambda _: asked.add(threading.get_ident()) or False)
+    for _ in range(5):
+        layer = random_layer(rng, 64, 512, n_expert=8)
+        x = rng.standard_normal((n_tokens, 64)).astype(np.float32)
+        route = random_route(rng, layer, n_tokens)
+        assert run_layers([layer], x, [route], whole=whole, abort=abort)[0] == SUCCESS
+    assert asked == {threading.get_ident()}
 
 
 def test_i8_without_scales_is_refused(tmp_path):

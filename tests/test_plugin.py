@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_moe_ext import _native, library_path, register
+from hybrid_moe_ext.options import _OTHER_VARIABLES, Options
 
 CPP = Path(__file__).parent / "cpp"
 SOURCES = CPP.parent.parent / "cpp"
@@ -120,6 +121,15 @@ def fake_host(tmp_path: Path, version: str, flags: list[str], **environ: str) ->
 def test_a_host_with_a_wrong_environment_value_goes_on_without_us(tmp_path, name, value):
     out = fake_host(tmp_path, "0.25.0", [], **{name: value})
     assert f"{name}={value}" in out and "init 0: refused" in out
+
+
+def test_a_misspelt_environment_variable_is_refused_and_no_other(tmp_path):
+    out = fake_host(tmp_path, "0.25.0", [], HYBRID_MOE_TEAMS="pool")
+    assert "unknown environment variable HYBRID_MOE_TEAMS" in out and "init 0: refused" in out
+    for name in [env for _, env, _, _ in Options.describe()] + list(_OTHER_VARIABLES):
+        assert name in out, "the plug-in and the Python package know the same"
+    out = fake_host(tmp_path, "0.25.0", [], **dict.fromkeys(_OTHER_VARIABLES, ""), HYBRID_MOE_DENSE_TYPE="bf16")
+    assert "unknown environment variable" not in out and "init 0: refused" not in out
 
 
 def test_nothing_of_ggml_is_linked():

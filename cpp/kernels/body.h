@@ -4,7 +4,7 @@
 // Vec: `width`, zero(), set1(float), load(const float *), store(float *), fma(a, b, c) = a * b + c, add, mul, div, min,
 // max (as SSE: the second operand when one is NaN), where_positive(a, b) = a > 0 ? b : 0, exp, f16_bits(float) to nearest
 // even, from_fp8 / from_i8 / from_bf16 / from_f16 (width codes at p), reduce4(a, b, c, d, float[4]) = four sums. from_fp8 returns
-// code / fp8_unit; the unit is folded into the scale. multiply_quants and expand_quants: see quants.h.
+// code / fp8_unit. multiply_quants and expand_quants: see quants.h.
 
 #include "numbers.h"
 
@@ -30,6 +30,7 @@ template <WeightType T> struct Codes;
 template <size_t Bytes> struct Plain {
     static constexpr bool   scaled = false;
     static constexpr size_t bytes  = Bytes;
+    static constexpr float  unit   = 1.0f;  // of what decode returns
     static int64_t block_len(const ExpertMatrix & e) { return e.k; }
     static const uint8_t * at(const Row & row, int64_t i) { return row.codes + size_t(i) * Bytes; }
     static float scale(const Row &, int64_t) { return 1.0f; }
@@ -53,6 +54,7 @@ template <> struct Codes<WeightType::bf16> : Plain<2> {
 template <> struct Codes<WeightType::q8_0> {
     static constexpr bool   scaled = true;
     static constexpr size_t bytes  = 1;
+    static constexpr float  unit   = 1.0f;
     static int64_t block_len(const ExpertMatrix &) { return 32; }
     static const uint8_t * at(const Row & row, int64_t i) { return row.codes + size_t(i / 32) * 34 + 2 + size_t(i % 32); }
     static float scale(const Row & row, int64_t i_block) { return Vec::f16_scale(row.codes + size_t(i_block) * 34); }
@@ -63,12 +65,19 @@ template <> struct Codes<WeightType::q8_0> {
 template <> struct Codes<WeightType::fp8_e4m3> {
     static constexpr bool   scaled = true;
     static constexpr size_t bytes  = 1;
+    static constexpr float  unit   = Vec::fp8_unit;
     static int64_t block_len(const ExpertMatrix & e) { return e.block_k; }
     static const uint8_t * at(const Row & row, int64_t i) { return row.codes + size_t(i); }
-    static float scale(const Row & row, int64_t i_block) { return row.scale[i_block] * Vec::fp8_unit; }
+    static float scale(const Row & row, int64_t i_block) { return row.scale[i_block]; }
     static Vec decode(const uint8_t * p) { return Vec::from_fp8(p); }
-    static float decode1(const uint8_t * p) { return f32_of_fp8(*p) / Vec::fp8_unit; }
+    static float decode1(const uint8_t * p) { return f32_of_fp8(*p); }
 };
+
+// Decoded codes, or sums of their products, as values. Apart from the scale: a scale times 2^120 can overflow.
+template <WeightType T> inline Vec in_units(Vec v) {
+    if constexpr (Codes<T>::unit == 1.0f) return v;
+    else return Vec::mul(v, Vec::set1(Codes<T>::unit));
+}
 
 inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -127,7 +136,7 @@ inline void dot_tile(const ExpertMatrix & e, int64_t row0, const float * const *
         for (int r = 0; r < R; r++) {
             for (int j = 0; j < M; j++) {
                 Vec & t = total[r * M + j];
-                t = C::scaled ? Vec::fma(acc[r * M + j], Vec::set1(scale[r]), t) : acc[r * M + j];
+                t = C::scaled ? Vec::fma(in_units<T>(acc[r * M + j]), Vec::set1(scale[r]), t) : acc[r * M + j];
             }
             for (int64_t i = full; i < b1; i++) {
                 const float w = C::decode1(code[r] + size_t(i - b0) * C::bytes) * scale[r];
@@ -199,7 +208,7 @@ void expand_typed(const ExpertMatrix & e, int64_t i_row, int64_t i0, int64_t n, 
         const int64_t first = i;
         for (; i + Vec::width <= end; i += Vec::width) {
             const Vec w = C::decode(code + size_t(i - first) * C::bytes);
-            (C::scaled ? Vec::mul(w, s) : w).store(out + (i - i0));
+            (C::scaled ? Vec::mul(in_units<T>(w), s) : w).store(out + (i - i0));
         }
         for (; i < end; i++) out[i - i0] = C::decode1(code + size_t(i - first) * C::bytes) * scale;
     }

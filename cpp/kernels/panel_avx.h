@@ -135,6 +135,8 @@ template <> struct Turn<WeightType::q8_0> : TurnBytes<WeightType::q8_0> {};
 template <> struct Turn<WeightType::bf16> : TurnHalves<WeightType::bf16> {};
 template <> struct Turn<WeightType::f16> : TurnHalves<WeightType::f16> {};
 
+constexpr float largest_float = 3.40282347e+38f;
+
 // See body_gemm.h. n_rows is the panel's width. Scales must not change, nor groups end, inside the columns turned at once.
 template <WeightType T>
 inline bool turn_codes(const ExpertMatrix & e, int64_t row0, int64_t n_rows, int64_t i0, int64_t n, float * panel) {
@@ -151,7 +153,8 @@ inline bool turn_codes(const ExpertMatrix & e, int64_t row0, int64_t n_rows, int
                 float scale[16];
                 for (int r = 0; r < 16; r++) {
                     codes[r] = C::at(row[r], i);
-                    scale[r] = C::scaled ? C::scale(row[r], i / len) : 1.0f;
+                    scale[r] = C::scaled ? C::scale(row[r], i / len) * C::unit : 1.0f;
+                    if (C::unit != 1.0f && !(__builtin_fabsf(scale[r]) <= largest_float)) return false;  // the slow way can
                 }
                 for (int64_t offset = 0; i < end; i += Turn<T>::columns, offset += Turn<T>::columns * int64_t(C::bytes)) {
                     Turn<T>::block(codes, offset, scale, panel + (i - i0) * n_rows, n_rows);

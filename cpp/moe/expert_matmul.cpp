@@ -61,13 +61,13 @@ void compute_tiles(void * context, int i_thread, int) {
     const int64_t n_rows = run.op.experts.shape.n_rows;
     for (;;) {
         if (run.turn.is_over()) return;
-        const int64_t tile = run.next.fetch_add(1, std::memory_order_relaxed);
-        if (tile >= n_tiles || run.aborted.load(std::memory_order_relaxed)) return;
-        const int64_t in_expert = tile % run.plan.n_tiles_per_expert;
-        if (in_expert == 0 && run.options.abort && run.options.abort(run.options.abort_data)) {
+        if (must_abort(run.options, i_thread)) {
             run.aborted.store(true);
             return;
         }
+        const int64_t tile = run.next.fetch_add(1, std::memory_order_relaxed);
+        if (tile >= n_tiles || run.aborted.load(std::memory_order_relaxed)) return;
+        const int64_t in_expert = tile % run.plan.n_tiles_per_expert;
         const int64_t i_expert = route.active[size_t(tile / run.plan.n_tiles_per_expert)];
         const int64_t begin = route.begin[size_t(i_expert)];
         const TokenRows rows = {run.work.x.data() + begin, run.work.y.data() + begin, route.n_rows(i_expert)};

@@ -65,9 +65,14 @@ struct Workspace {
 struct RunOptions {
     const Kernels * kernels;
     int n_threads;
-    bool (*abort)(void *);  // may be null; asked before each expert
+    bool (*abort)(void *);  // may be null; asked before each tile, as must_abort says
     void * abort_data;
 };
+
+// By the thread that called us alone: a host's callback may be bound to its thread, and stock ggml asks there too.
+inline bool must_abort(const RunOptions & options, int i_thread) {
+    return i_thread == 0 && options.abort && options.abort(options.abort_data);
+}
 
 enum class RunStatus { ok, aborted, failed };
 

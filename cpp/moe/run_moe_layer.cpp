@@ -164,7 +164,7 @@ void compute_tiles(void * context, int i_thread, int) {
     for (;;) {
         // Whoever took a tile finishes it, so leaving here keeps nobody waiting.
         if (run.turn.is_over() || run.aborted.load(std::memory_order_relaxed)) return;
-        if (run.options.abort && run.options.abort(run.options.abort_data)) {
+        if (must_abort(run.options, i_thread)) {
             run.aborted.store(true);
             return;
         }

@@ -8,6 +8,8 @@
 #include <cstring>
 #include <optional>
 
+#include <unistd.h>
+
 namespace hybrid_moe {
 namespace {
 
@@ -30,11 +32,34 @@ std::string unknown(const char * variable, const char * value, const char * choi
     return std::string("hybrid-moe: ") + variable + "=" + value + " is not available here; choose " + choices;
 }
 
+// A misspelt name would leave its option off in silence. Some are read by the Python package and by tests alone.
+constexpr const char * known_variables[] = {
+    "HYBRID_MOE_ISA", "HYBRID_MOE_TEAM", "HYBRID_MOE_PIN", "HYBRID_MOE_EXPERTS_MEMORY", "HYBRID_MOE_DENSE_TYPE",
+    "HYBRID_MOE_STATS", "HYBRID_MOE_UNTESTED_HOST", "HYBRID_MOE_LIBRARY", "HYBRID_MOE_AVX512_RUNNER",
+};
+
+std::string misspelt_variable() {
+    const std::string prefix = "HYBRID_MOE_";
+    for (char ** v = environ; v && *v; v++) {
+        if (strncmp(*v, prefix.c_str(), prefix.size()) != 0) continue;
+        const std::string name(*v, strcspn(*v, "="));
+        std::string all;
+        bool is_known = false;
+        for (const char * known : known_variables) {
+            is_known = is_known || name == known;
+            all += (all.empty() ? "" : ", ") + std::string(known);
+        }
+        if (!is_known) return "hybrid-moe: unknown environment variable " + name + "; known are " + all;
+    }
+    return std::string();
+}
+
 }  // namespace
 
 const Settings & settings() { return current; }
 
 std::string read_settings() {
+    if (std::string misspelt = misspelt_variable(); !misspelt.empty()) return misspelt;
     char error[256];
     const Kernels * kernels = select_kernels(choice("HYBRID_MOE_ISA"), error, sizeof error);
     if (!kernels) return std::string("hybrid-moe: ") + error;

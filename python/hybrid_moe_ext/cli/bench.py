@@ -18,6 +18,7 @@ from ..options import Options
 from .terminal import note, write
 
 COLUMNS = ("type", "rows", "engine", "ms", "GB/s", "read", "GFLOP/s", "peak", "vs ggml", "vs torch")
+MOST_ROWS = 65536  # of them stock ggml's intermediate results fill gigabytes
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,20 @@ class Request:
 
 
 def layer(r: Request) -> None:
-    _run(r, lambda limits: bench_layer(r.shapes, _names(r.kinds), _numbers(r.rows), r.n_threads, limits, r.rounds))
+    kinds, rows = _kinds(r), _numbers(r.rows)
+    _run(r, lambda limits: bench_layer(r.shapes, kinds, rows, r.n_threads, limits, r.rounds))
 
 
 def kernels(r: Request) -> None:
-    shapes = [name.strip() for name in r.shapes.split(",") if name.strip()]
-    _run(r, lambda limits: bench_kernels(shapes, _names(r.kinds), _numbers(r.rows), r.n_threads, limits, r.rounds))
+    shapes, kinds, rows = _names(r.shapes, "--shapes"), _kinds(r), _numbers(r.rows)
+    _run(r, lambda limits: bench_kernels(shapes, kinds, rows, r.n_threads, limits, r.rounds))
 
 
 def model(r: Request, folder: Path | None) -> None:
     """`shapes` and `rows` are not asked for: there is one model."""
+    kinds = _kinds(r)
     note(f"Qwen3-30B-A3B's shape, 4 of its 48 layers; {r.n_threads} threads, medians of {r.rounds}")
-    results = list(bench_model(_names(r.kinds), r.n_threads, r.rounds, r.options, folder))
+    results = list(bench_model(kinds, r.n_threads, r.rounds, r.options, folder))
     if r.as_json:
         write(json.dumps({"n_threads": r.n_threads, "results": [asdict(x) for x in results]}) + "\n")
         return
@@ -73,8 +76,15 @@ def _run(r: Request, start: Callable[[Limits], Iterable[Result]]) -> None:
         rich.console.Console().print(_table(shape, [x for x in results if x.shape == shape]))
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip().upper() for name in text.split(",") if name.strip()]
+def _names(text: str, option: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise OptionError(f"{option} {text!r}: give names separated by commas")
+    return names
+
+
+def _kinds(r: Request) -> list[str]:
+    return [name.upper() for name in _names(r.kinds, "--types")]
 
 
 def _numbers(text: str) -> list[int]:
@@ -82,8 +92,8 @@ def _numbers(text: str) -> list[int]:
         numbers = [int(n) for n in text.split(",")]
     except ValueError as error:
         raise OptionError(f"--rows {text!r}: give whole numbers separated by commas") from error
-    if not numbers or min(numbers) < 1:
-        raise OptionError(f"--rows {text!r}: row counts begin at 1")
+    if min(numbers) < 1 or max(numbers) > MOST_ROWS:
+        raise OptionError(f"--rows {text!r}: row counts go from 1 to {MOST_ROWS}")
     return numbers
 
 
