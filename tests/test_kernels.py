@@ -219,6 +219,18 @@ def test_large_scales(isa, kernel, block, size):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("block", [(7, 9), (128, 128)])
+def test_small_activations_keep_their_precision(isa, block):
+    """In units of 2^-120 the products with them would be float subnormals."""
+    rng = np.random.default_rng(12)
+    w = random_weights("FP8", 20, 96, rng, block)
+    x = (rng.standard_normal((3, 96)) * 1e-12).astype(np.float32)
+    error = np.abs(matmul(isa, DOT, w, x) - x.astype(np.float64) @ w.values.T)
+    limit = 2.0**-8 * np.abs(x).astype(np.float64) @ np.abs(w.values).T if isa in BF16_KERNELS else tolerance(w, x)
+    assert np.all(error <= limit)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_flush_to_zero_of_the_host_does_no_harm(isa):
     """Hosts may have denormals flushed (fast-math libraries do); E4M3 subnormals must not vanish, nor the setting."""
     libm = ctypes.CDLL("libm.so.6")

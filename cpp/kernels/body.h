@@ -73,7 +73,7 @@ template <> struct Codes<WeightType::fp8_e4m3> {
     static float decode1(const uint8_t * p) { return f32_of_fp8(*p); }
 };
 
-// Decoded codes, or sums of their products, as values. Apart from the scale: a scale times 2^120 can overflow.
+// Decoded codes as values. Apart from the scale: a scale times 2^120 can overflow, and products without it underflow.
 template <WeightType T> inline Vec in_units(Vec v) {
     if constexpr (Codes<T>::unit == 1.0f) return v;
     else return Vec::mul(v, Vec::set1(Codes<T>::unit));
@@ -126,7 +126,7 @@ inline void dot_tile(const ExpertMatrix & e, int64_t row0, const float * const *
                 Vec xv[M];
                 for (int j = 0; j < M; j++) xv[j] = Vec::load(x[j] + i);
                 for (int r = 0; r < R; r++) {
-                    const Vec w = C::decode(code[r] + size_t(i - b0) * C::bytes);
+                    const Vec w = in_units<T>(C::decode(code[r] + size_t(i - b0) * C::bytes));
                     for (int j = 0; j < M; j++) acc[r * M + j] = Vec::fma(w, xv[j], acc[r * M + j]);
                 }
             }
@@ -136,7 +136,7 @@ inline void dot_tile(const ExpertMatrix & e, int64_t row0, const float * const *
         for (int r = 0; r < R; r++) {
             for (int j = 0; j < M; j++) {
                 Vec & t = total[r * M + j];
-                t = C::scaled ? Vec::fma(in_units<T>(acc[r * M + j]), Vec::set1(scale[r]), t) : acc[r * M + j];
+                t = C::scaled ? Vec::fma(acc[r * M + j], Vec::set1(scale[r]), t) : acc[r * M + j];
             }
             for (int64_t i = full; i < b1; i++) {
                 const float w = C::decode1(code[r] + size_t(i - b0) * C::bytes) * scale[r];

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdio>
+#include <exception>
 
 namespace hybrid_moe {
 namespace {
@@ -92,7 +93,11 @@ void check_new_experts(void * context, int, int) {
         if (i >= int64_t(use.route.active.size()) || use.error.load(std::memory_order_relaxed)) return;
         const int64_t i_expert = use.route.active[size_t(i)];
         if (use.w.is_ready(i_expert)) continue;
-        if (const char * what = use.w.scattered->make_ready(i_expert, use.kernels)) use.error.store(what);
+        try {  // an exception would end the host: nobody above a thread's first function can catch it
+            if (const char * what = use.w.scattered->make_ready(i_expert, use.kernels)) use.error.store(what);
+        } catch (const std::exception &) {
+            use.error.store("not enough memory to look for the scales of its FP8 experts");
+        }
     }
 }
 
