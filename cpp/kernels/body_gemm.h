@@ -3,8 +3,9 @@
 // Written once over a few more words of the vocabulary. Include after body.h.
 //
 // Vec: gemm_tokens (token rows of the micro-kernel: 2 gemm_tokens accumulators, 2 weights and a broadcast fit into the
-// registers). Beside it, before this file: turn_floats(in, rows, n, out): out[n][rows] = in[rows][piece_k], n a multiple of 8; turn_codes<T>(e, row0,
-// rows, i0, n, panel) makes a whole panel in a faster way, if there is one for this type and shape, else returns false.
+// registers). Beside it, before this file: turn_floats(in, rows, n, out) sets out[n][rows] to in[rows][piece_k], n a multiple
+// of 8; turn_codes<T>(e, row0, rows, i0, n, panel) makes a whole panel in a faster way, if there is one for this type and
+// shape, else returns false.
 //
 // Order of additions: columns ascending inside a piece of piece_k columns, pieces ascending into y.
 

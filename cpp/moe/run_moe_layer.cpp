@@ -28,12 +28,12 @@ struct Plan {
     int64_t down_rows;  // rows per tile of kind 2
 };
 
-int64_t rows_per_tile(int64_t n_rows, int64_t n_tiles) {
-    const int64_t rows = (n_rows + n_tiles - 1) / (n_tiles < 1 ? 1 : n_tiles);
-    return (rows + gemm_panel_rows - 1) / gemm_panel_rows * gemm_panel_rows;
-}
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Whole panels, so that about n_tiles tiles (at least 1) cover n_rows.
+int64_t rows_per_tile(int64_t n_rows, int64_t n_tiles) {
+    return ceil_div(ceil_div(n_rows, n_tiles), gemm_panel_rows) * gemm_panel_rows;
+}
 
 // A tile's results, rows x the token rows of an expert, stay below this where the batch allows: they are read again at once.
 constexpr int64_t tile_floats = 256 << 10;
