@@ -61,8 +61,13 @@ struct MoeLayer {
     int64_t n_embd() const { return down.n_rows; }
 };
 
-// Runs it on the CPU. The order of additions: inside a dot product as the kernels say; over the experts of a token in
+// Inputs that y overlaps are copied into the workspace, because y is written before all of them have been read.
+void protect_inputs(MoeLayer & layer, Workspace & work);
+
+// Runs it on the CPU: all experts, or those in `only` ([n_expert], non-zero: in), whose share of y is then written to all
+// rows. The order of additions: inside a dot product as the kernels say; over the experts of a token in
 // ascending expert number.
-RunStatus run_moe_layer(const MoeLayer & layer, const RunOptions & options, Workspace & work, char * error);
+RunStatus run_moe_layer(const MoeLayer & layer, const RunOptions & options, Workspace & work, char * error,
+                        const std::vector<char> * only = nullptr);
 
 }  // namespace hybrid_moe

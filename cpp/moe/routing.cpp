@@ -31,4 +31,19 @@ bool group_by_expert(const ExpertIds & ids, int64_t n_expert, Routing & r, Pair 
     return true;
 }
 
+void keep_experts(Routing & route, const std::vector<char> & keep) {
+    int64_t to = 0;
+    route.active.clear();
+    for (size_t e = 0; e + 1 < route.begin.size(); e++) {
+        const int64_t from = route.begin[e];
+        const int64_t n = keep[e] ? route.begin[e + 1] - from : 0;
+        for (int64_t i = 0; i < n; i++) route.pairs[size_t(to + i)] = route.pairs[size_t(from + i)];
+        route.begin[e] = to;  // begin[e + 1] is still the old one
+        to += n;
+        if (n) route.active.push_back(int64_t(e));
+    }
+    route.begin.back() = to;
+    route.pairs.resize(size_t(to));
+}
+
 }  // namespace hybrid_moe

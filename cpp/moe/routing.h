@@ -39,4 +39,7 @@ struct Routing {
 // Counting sort. False when an id is not in [0, n_expert): `bad` is that pair then.
 bool group_by_expert(const ExpertIds & ids, int64_t n_expert, Routing & out, Pair & bad);
 
+// Drops the pairs of all experts that are not in `keep` ([n_expert], non-zero: keep).
+void keep_experts(Routing & route, const std::vector<char> & keep);
+
 }  // namespace hybrid_moe

@@ -235,7 +235,8 @@ const char * make_layer_ready(const MoeLayer & layer, const Routing & route, con
     return what;
 }
 
-RunStatus run_token_tile(const MoeLayer & layer, int64_t token0, int64_t n_tokens, const RunOptions & options, Workspace & work, char * error) {
+RunStatus run_token_tile(const MoeLayer & layer, int64_t token0, int64_t n_tokens, const RunOptions & options, Workspace & work, char * error,
+                         const std::vector<char> * only) {
     ExpertIds ids = layer.ids;
     ids.data += token0 * ids.token_stride;
     ids.n_tokens = n_tokens;
@@ -245,6 +246,7 @@ RunStatus run_token_tile(const MoeLayer & layer, int64_t token0, int64_t n_token
         describe_bad_id(layer.down.weights, ids, bad, error);
         return RunStatus::failed;
     }
+    if (only) keep_experts(route, *only);
     if (const char * what = make_layer_ready(layer, route, options)) {
         snprintf(error, 512, "%s", what);
         return RunStatus::failed;
@@ -272,17 +274,21 @@ RunStatus run_token_tile(const MoeLayer & layer, int64_t token0, int64_t n_token
 
 }  // namespace
 
-RunStatus run_moe_layer(const MoeLayer & given, const RunOptions & options, Workspace & work, char * error) {
-    MoeLayer layer = given;
+void protect_inputs(MoeLayer & layer, Workspace & work) {
     protect(layer, {&layer.x, &layer.x_token_stride, &layer.x_slot_stride, layer.n_x_slots, layer.up.weights.shape.k * 4}, work.x_copy);
     protect(layer, {&layer.ids.data, &layer.ids.token_stride, &layer.ids.slot_stride, layer.ids.n_used, 4}, work.ids_copy);
     protect(layer, {&layer.weights, &layer.weights_token_stride, &layer.weights_slot_stride, layer.ids.n_used, 4}, work.weights_copy);
+}
+
+RunStatus run_moe_layer(const MoeLayer & given, const RunOptions & options, Workspace & work, char * error, const std::vector<char> * only) {
+    MoeLayer layer = given;
+    protect_inputs(layer, work);
     for (int64_t t0 = 0; t0 < layer.ids.n_tokens; t0 += token_tile) {
         const int64_t n = layer.ids.n_tokens - t0 < token_tile ? layer.ids.n_tokens - t0 : token_tile;
-        const RunStatus status = run_token_tile(layer, t0, n, options, work, error);
+        const RunStatus status = run_token_tile(layer, t0, n, options, work, error, only);
         if (status != RunStatus::ok) return status;
     }
-    count_layer();
+    if (!only) count_layer();
     return RunStatus::ok;
 }
 

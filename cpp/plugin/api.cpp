@@ -7,6 +7,7 @@
 #include "plugin/device.h"
 #include "plugin/host.h"
 #include "plugin/settings.h"
+#include "stream/streams.h"
 #include "threads/measure_team.h"
 #include "threads/team.h"
 #include "threads/topology.h"
@@ -131,6 +132,12 @@ int hybrid_moe_pretend_machine(const char * sys_root, const char * proc_root, co
 
 int hybrid_moe_choose_experts_memory(const char * name) {
     return choose_experts_memory(name) ? 0 : fail(std::string("experts_memory=") + name + ": choose mmap or copy");
+}
+
+const char * hybrid_moe_stream_report(void) {
+    static thread_local std::string text;
+    text = Streams::get().report();
+    return text.c_str();
 }
 
 const char * hybrid_moe_copies(void) {

@@ -35,6 +35,9 @@ HYBRID_MOE_API void hybrid_moe_counters(uint64_t out[6]);
 HYBRID_MOE_API const char * hybrid_moe_machine(const char * sys_root, const char * proc_root, const char * cpus);
 HYBRID_MOE_API int hybrid_moe_pretend_machine(const char * sys_root, const char * proc_root, const char * cpus);
 
+// What was streamed to which device, and why not: a JSON object (cpp/stream/report.cpp).
+HYBRID_MOE_API const char * hybrid_moe_stream_report(void);
+
 // Expert tables: which bytes of which files stand for a tensor name. A table is used by one load at a time.
 typedef struct hybrid_moe_table hybrid_moe_table;
 

@@ -1,10 +1,12 @@
 // A compute instance: walks the split that ggml gives us, node by node.
 #include "plugin/describe.h"
 #include "plugin/device.h"
+#include "plugin/device_inputs.h"
 #include "plugin/elementwise.h"
 #include "plugin/expert_scale.h"
 #include "plugin/recognise.h"
 #include "plugin/settings.h"
+#include "stream/streams.h"
 
 #include <exception>
 #include <string>
@@ -17,6 +19,8 @@ struct BackendContext {
     ggml_abort_callback abort      = nullptr;
     void *              abort_data = nullptr;
     Workspace           work;
+    DeviceInputs        inputs;
+    StreamContext       stream;
 };
 
 BackendContext & context_of(ggml_backend_t backend) { return *static_cast<BackendContext *>(backend->context); }
@@ -52,6 +56,17 @@ ggml_status compute_matmul(BackendContext & ctx, const RunOptions & options, con
     return status_of(run_expert_matmul(op, options, ctx.work, error), error);
 }
 
+// On the devices that stream, where that is faster, else on the CPU.
+ggml_status compute_layer(BackendContext & ctx, const MoeLayer & layer, const RunOptions & options) {
+    char error[512];
+    if (!Streams::get().may_stream(layer.ids.n_tokens)) return status_of(run_moe_layer(layer, options, ctx.work, error), error);
+    const int64_t row_bytes = layer.up.weights.shape.k * int64_t(sizeof(float));
+    const bool is_plain = layer.n_x_slots == 1 && layer.x_token_stride == row_bytes;
+    const DeviceInput * x = is_plain ? ctx.inputs.find(layer.x, layer.ids.n_tokens, row_bytes) : nullptr;
+    if (!x) ctx.inputs.all_to_host();
+    return status_of(Streams::get().run(layer, options, ctx.work, ctx.stream, x, error), error);
+}
+
 // Computes the node at i, or the whole block that begins there; moves i behind it.
 ggml_status compute_next(BackendContext & ctx, ggml_cgraph * graph, int & i) {
     const ggml_tensor * node = host().ggml_graph_node(graph, i);
@@ -64,13 +79,14 @@ ggml_status compute_next(BackendContext & ctx, ggml_cgraph * graph, int & i) {
         MoeLayer layer;
         if (const int n_nodes = recognise_layer(graph, i, layer)) {
             i += n_nodes;
-            char error[512];
-            return status_of(run_moe_layer(layer, options, ctx.work, error), error);
+            return compute_layer(ctx, layer, options);
         }
         i++;
+        ctx.inputs.all_to_host();
         return compute_matmul(ctx, options, node);
     }
     i++;
+    ctx.inputs.all_to_host();
     const bool ok = is_expert_scale(node) ? compute_expert_scale(node)
                                           : !is_elementwise(node) || compute_elementwise(node, options.n_threads);
     if (!ok) {
@@ -83,15 +99,18 @@ ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     BackendContext & ctx = context_of(backend);
     try {
         const int n_nodes = host().ggml_graph_n_nodes(graph);
-        for (int i = 0; i < n_nodes;) {
-            const ggml_status status = compute_next(ctx, graph, i);
-            if (status != GGML_STATUS_SUCCESS) return status;
-        }
-        return GGML_STATUS_SUCCESS;
+        ggml_status status = GGML_STATUS_SUCCESS;
+        for (int i = 0; i < n_nodes && status == GGML_STATUS_SUCCESS;) status = compute_next(ctx, graph, i);
+        ctx.inputs.clear();
+        return status;
     } catch (const std::exception & e) {  // memory for a larger batch than ever before
         host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: %s\n", e.what());
         return GGML_STATUS_ALLOC_FAILED;
     }
+}
+
+bool cpy_tensor_async(ggml_backend_t from, ggml_backend_t to, const ggml_tensor * src, ggml_tensor * dst) {
+    return to->iface.graph_compute == graph_compute && context_of(to).inputs.keep(from, src, dst);
 }
 
 const ggml_backend_i backend_interface = {
@@ -101,7 +120,7 @@ const ggml_backend_i backend_interface = {
     .get_tensor_async    = nullptr,
     .set_tensor_2d_async = nullptr,
     .get_tensor_2d_async = nullptr,
-    .cpy_tensor_async    = nullptr,
+    .cpy_tensor_async    = cpy_tensor_async,
     .synchronize         = nullptr,
     .graph_plan_create   = nullptr,
     .graph_plan_free     = nullptr,

@@ -6,6 +6,8 @@
 #include "plugin/mapped_file.h"
 #include "plugin/scale_search.h"
 #include "plugin/settings.h"
+#include "plugin/weight_directory.h"
+#include "stream/streams.h"
 #include "threads/placement.h"
 
 #include <sys/mman.h>
@@ -26,6 +28,7 @@ struct BufferContext {
     uint8_t * base  = nullptr;
     size_t    size  = 0;
     bool      owned = false;
+    bool      has_experts = false;
     std::shared_ptr<const void> trailer;  // of the mapped file, if it has one
     // Tensors whose bytes lie in a checkpoint: their own memory stays empty.
     std::map<const ggml_tensor *, std::unique_ptr<ExpertTensor>> aliases;
@@ -35,6 +38,10 @@ BufferContext & context_of(ggml_backend_buffer_t buffer) { return *static_cast<B
 
 void free_buffer(ggml_backend_buffer_t buffer) {
     BufferContext * ctx = &context_of(buffer);
+    if (ctx->has_experts) {  // a device may be reading them ahead of time
+        forget_weights(buffer);
+        Streams::get().forget();
+    }
     if (ctx->owned && ctx->base) munmap(ctx->base, ctx->size);
     delete ctx;
 }
@@ -96,6 +103,11 @@ void keep_in_memory(const BufferContext & ctx, const ggml_tensor * tensor, std::
     else experts->copy_to_memory();
 }
 
+void note_experts(ggml_backend_buffer_t buffer, const ggml_tensor * tensor) {
+    context_of(buffer).has_experts = true;
+    note_weight(tensor);
+}
+
 // Called for every tensor put into a buffer of ours, also for intermediate results.
 ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
     if (tensor->view_src) return GGML_STATUS_SUCCESS;
@@ -103,12 +115,18 @@ ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
         std::unique_ptr<ExpertTensor> experts = experts_of(tensor);
         const bool is_weights = buffer->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE;
         if (is_weights && experts_memory() == ExpertsMemory::copy) keep_in_memory(context_of(buffer), tensor, experts);
-        if (!experts) return GGML_STATUS_SUCCESS;
+        ExpertTensor::Shape shape;
+        const bool is_experts = is_weights && is_expert_weight(tensor, shape);
+        if (!experts) {
+            if (is_experts) note_experts(buffer, tensor);
+            return GGML_STATUS_SUCCESS;
+        }
         if (!matches(tensor, experts->shape())) {
             throw std::runtime_error(std::string("tensor '") + tensor->name + "' has another shape or type than its checkpoint");
         }
         tensor->extra = experts.get();
         context_of(buffer).aliases[tensor] = std::move(experts);
+        if (is_experts) note_experts(buffer, tensor);
         return GGML_STATUS_SUCCESS;
     } catch (const std::exception & e) {
         return report_failure(e.what());

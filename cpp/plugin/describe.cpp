@@ -97,12 +97,8 @@ float param_f32(const ggml_tensor * t, int i) {
     return f;
 }
 
-const char * describe_matmul(const ggml_tensor * node, ExpertMatmul & out) {
-    if (const char * why = refusal(node)) return why;
-    const ggml_tensor * w   = node->src[0];
-    const ggml_tensor * x   = node->src[1];
-    const ggml_tensor * ids = node->src[2];
-    ExpertWeights & e = out.experts;
+ExpertWeights weights_of(const ggml_tensor * w) {
+    ExpertWeights e;
     e.name = w->name;
     weight_type_of(w->type, e.shape.type);
     e.shape.n_expert  = w->ne[2];
@@ -112,6 +108,16 @@ const char * describe_matmul(const ggml_tensor * node, ExpertMatmul & out) {
     e.base            = static_cast<const uint8_t *>(w->data);
     e.expert_bytes    = w->nb[2];
     e.scattered       = experts_behind(w);
+    return e;
+}
+
+const char * describe_matmul(const ggml_tensor * node, ExpertMatmul & out) {
+    if (const char * why = refusal(node)) return why;
+    const ggml_tensor * w   = node->src[0];
+    const ggml_tensor * x   = node->src[1];
+    const ggml_tensor * ids = node->src[2];
+    out.experts = weights_of(w);
+    const ExpertWeights & e = out.experts;
     if (e.shape.type == WeightType::fp8_e4m3 && !e.scattered) {
         return "an I8 tensor whose FP8 scales are unknown: load the model through hybrid_moe_ext";
     }

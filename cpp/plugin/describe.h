@@ -13,6 +13,9 @@ bool takes_op(const ggml_tensor * op);
 // Parameter i of an operation, as the float that it holds.
 float param_f32(const ggml_tensor * t, int i);
 
+// The experts of a weight tensor whose type is ours.
+ExpertWeights weights_of(const ggml_tensor * tensor);
+
 // Fills `out` from a MUL_MAT_ID node whose tensors are allocated. Returns null, or what is wrong with it.
 const char * describe_matmul(const ggml_tensor * node, ExpertMatmul & out);
 

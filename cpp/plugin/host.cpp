@@ -65,17 +65,24 @@ template <class F> void take(void * object, const std::string & path, const char
     if (!to) to = reinterpret_cast<F>(symbol_in(object, path, name));
 }
 
-const char * missing(const Host & h) {
 #define HYBRID_MOE_CHECK(name) \
     if (!h.name) return #name;
+
+const char * missing(const Host & h) {
     HYBRID_MOE_HOST_FUNCTIONS(HYBRID_MOE_CHECK)
-#undef HYBRID_MOE_CHECK
     return h.log ? nullptr : "ggml_log_internal";
 }
 
 }  // namespace
 
 const Host & host() { return bound; }
+
+const char * missing_for_streaming() {
+    const Host & h = bound;
+    HYBRID_MOE_STREAM_FUNCTIONS(HYBRID_MOE_CHECK)
+    if (!h.ggml_backend_dev_count) return "ggml_backend_dev_count";
+    return h.ggml_backend_dev_get ? nullptr : "ggml_backend_dev_get";
+}
 
 std::string judge_host_version(const char * version, bool allow_untested) {
     int major = -1;
@@ -103,11 +110,14 @@ std::string bind_host(const void * caller) {
         if (!h.ggml_backend_buffer_init && symbol_in(object, path, "ggml_backend_buffer_init")) {
 #define HYBRID_MOE_TAKE(name) take(object, path, #name, h.name);
             HYBRID_MOE_HOST_FUNCTIONS(HYBRID_MOE_TAKE)
+            HYBRID_MOE_STREAM_FUNCTIONS(HYBRID_MOE_TAKE)
 #undef HYBRID_MOE_TAKE
             take(object, path, "ggml_log_internal", h.log);
             h.library = path;
         }
         take(object, path, "ggml_backend_dev_by_name", h.ggml_backend_dev_by_name);
+        take(object, path, "ggml_backend_dev_count", h.ggml_backend_dev_count);
+        take(object, path, "ggml_backend_dev_get", h.ggml_backend_dev_get);
         dlclose(object);  // only the reference that RTLD_NOLOAD added
     }
     if (!h.ggml_backend_buffer_init) {

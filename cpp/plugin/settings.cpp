@@ -1,9 +1,12 @@
 // Environment variables -> Settings.
 #include "plugin/settings.h"
 
+#include "plugin/weight_directory.h"
+#include "stream/trace.h"
 #include "threads/team.h"
 #include "threads/topology.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <optional>
@@ -35,6 +38,8 @@ std::string unknown(const char * variable, const char * value, const char * choi
 // A misspelt name would leave its option off in silence. Some are read by the Python package and by tests alone.
 constexpr const char * known_variables[] = {
     "HYBRID_MOE_ISA", "HYBRID_MOE_TEAM", "HYBRID_MOE_PIN", "HYBRID_MOE_EXPERTS_MEMORY", "HYBRID_MOE_DENSE_TYPE",
+    "HYBRID_MOE_SLP", "HYBRID_MOE_DEVICES", "HYBRID_MOE_CPU_HELP", "HYBRID_MOE_VRAM_SHARE", "HYBRID_MOE_RING_MIB",
+    "HYBRID_MOE_COPY_THREADS", "HYBRID_MOE_TRACE",
     "HYBRID_MOE_STATS", "HYBRID_MOE_UNTESTED_HOST", "HYBRID_MOE_LIBRARY", "HYBRID_MOE_AVX512_RUNNER",
 };
 
@@ -54,6 +59,59 @@ std::string misspelt_variable() {
     return std::string();
 }
 
+std::vector<std::string> split(const std::string & list) {
+    std::vector<std::string> names;
+    for (size_t begin = 0; begin <= list.size();) {
+        const size_t end = std::min(list.find(',', begin), list.size());
+        const size_t first = list.find_first_not_of(' ', begin);
+        const size_t last  = list.find_last_not_of(' ', end == 0 ? 0 : end - 1);
+        if (first < end) names.push_back(list.substr(first, last - first + 1));
+        begin = end + 1;
+    }
+    return names;
+}
+
+// A number between low and high; false when the variable holds something else. Unset or "auto": as it is.
+bool number(const char * variable, double low, double high, double & out) {
+    const char * text = choice(variable);
+    if (!text) return true;
+    char * end;
+    const double value = strtod(text, &end);
+    if (*end || !(value >= low && value <= high)) return false;
+    out = value;
+    return true;
+}
+
+std::string read_stream_settings(StreamOptions & out) {
+    if (const char * slp = choice("HYBRID_MOE_SLP")) {
+        if (strcmp(slp, "on") && strcmp(slp, "off")) return unknown("HYBRID_MOE_SLP", slp, "auto, on or off");
+        out.slp = strcmp(slp, "on") ? Slp::off : Slp::on;
+    }
+    if (const char * devices = choice("HYBRID_MOE_DEVICES")) {
+        out.all_devices = false;
+        if (strcmp(devices, "none")) out.devices = split(devices);
+    }
+    if (const char * help = choice("HYBRID_MOE_CPU_HELP")) {
+        if (strcmp(help, "off")) return unknown("HYBRID_MOE_CPU_HELP", help, "auto or off");
+        out.cpu_helps = false;
+    }
+    double ring_mib = 0;
+    double copy_threads = std::max(1, std::min(4, machine().default_threads() / 4));
+    if (!number("HYBRID_MOE_VRAM_SHARE", 0.01, 1.0, out.device.vram_share)) {
+        return unknown("HYBRID_MOE_VRAM_SHARE", getenv("HYBRID_MOE_VRAM_SHARE"), "a number from 0.01 to 1, the share of free device memory");
+    }
+    if (!number("HYBRID_MOE_RING_MIB", 0, 1e9, ring_mib)) {
+        return unknown("HYBRID_MOE_RING_MIB", getenv("HYBRID_MOE_RING_MIB"), "a number of MiB, or 0 for no limit");
+    }
+    if (!number("HYBRID_MOE_COPY_THREADS", 1, 64, copy_threads)) {
+        return unknown("HYBRID_MOE_COPY_THREADS", getenv("HYBRID_MOE_COPY_THREADS"), "a number from 1 to 64");
+    }
+    out.device.ring_bytes   = size_t(ring_mib) << 20;
+    out.device.copy_threads = int(copy_threads);
+    const char * trace = getenv("HYBRID_MOE_TRACE");
+    return trace && *trace ? open_trace(trace) : std::string();
+}
+
 }  // namespace
 
 const Settings & settings() { return current; }
@@ -70,6 +128,10 @@ std::string read_settings() {
     const char * memory = getenv("HYBRID_MOE_EXPERTS_MEMORY");
     ExpertsMemory of_environment = ExpertsMemory::mmap;
     if (memory && *memory && !parse(memory, of_environment)) return unknown("HYBRID_MOE_EXPERTS_MEMORY", memory, "mmap or copy");
+    if (std::string wrong = read_stream_settings(current.stream); !wrong.empty()) return wrong;
+    current.stream.device.kernels = kernels;
+    Streams::get().choose(current.stream);
+    Streams::get().set_guess(weight_of_next_layer);
     current.experts_memory  = of_environment;
     current.kernels         = kernels;
     current.default_threads = machine().default_threads();

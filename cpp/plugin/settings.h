@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/kernels.h"
+#include "stream/streams.h"
 
 #include <string>
 
@@ -14,12 +15,13 @@ struct Settings {
     const Kernels * kernels         = nullptr;
     ExpertsMemory   experts_memory  = ExpertsMemory::mmap;  // of loads that say nothing else
     int             default_threads = 1;  // until the host sets a number
+    StreamOptions   stream;
 };
 
 const Settings & settings();
 
 // HYBRID_MOE_ISA: a kernel table's name. HYBRID_MOE_TEAM: "openmp" or "pool". HYBRID_MOE_PIN: "on" or "off". "auto", empty or
-// unset: our choice. HYBRID_MOE_EXPERTS_MEMORY: "mmap" or "copy". Returns an empty string, or one sentence that says which value is wrong and what may stand there.
+// unset: our choice. HYBRID_MOE_EXPERTS_MEMORY: "mmap" or "copy". Those of streaming: docs/streaming.md. Returns an empty string, or one sentence that says which value is wrong and what may stand there.
 std::string read_settings();
 
 // For the loads of this thread: "mmap", "copy", or null for what the environment says. False when it is none of them.

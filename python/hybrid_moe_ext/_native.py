@@ -22,7 +22,10 @@ DEVICE = "HybridMoE"
 PINNED_LLAMA_CPP_PYTHON = "0.3.36"
 
 _lock = threading.Lock()
-_PER_PROCESS = ("isa", "team", "pin")  # options that the plug-in reads once, when it is loaded
+# Options that the plug-in reads once, when it is loaded: those it tells back, and those of streaming.
+_TOLD = ("isa", "team", "pin")
+_STREAMING = ("slp", "devices", "cpu_help", "vram_share", "ring_mib", "copy_threads")
+_PER_PROCESS = _TOLD + _STREAMING
 
 
 class Counters(NamedTuple):
@@ -99,6 +102,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "hybrid_moe_pretend_machine": (ctypes.c_int, [ctypes.c_char_p] * 3),
     "hybrid_moe_choose_experts_memory": (ctypes.c_int, [ctypes.c_char_p]),
     "hybrid_moe_copies": (ctypes.c_char_p, []),
+    "hybrid_moe_stream_report": (ctypes.c_char_p, []),
     "hybrid_moe_table_new": (ctypes.c_void_p, [ctypes.c_int]),
     "hybrid_moe_table_add_file": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p]),
     "hybrid_moe_table_add_tensor": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(ExpertTensorC)]),
@@ -194,12 +198,16 @@ def register(options: Options | None = None) -> Status:
     isa, team, pin = (f().decode() for f in (lib.hybrid_moe_isa, lib.hybrid_moe_team, lib.hybrid_moe_pin))
     status = Status(isa=isa, team=team, host=host_version(), pin=pin)
     for name in _PER_PROCESS:
-        wanted, loaded = getattr(options, name), getattr(status, name)
+        wanted = getattr(options, name)
+        loaded = getattr(status, name) if name in _TOLD else _streaming.get(name, "auto")
         if wanted not in ("auto", loaded):
             raise OptionError(
                 f"{name}={wanted!r} comes too late: this process runs {loaded!r}; choose it before the first use"
             )
     return status
+
+
+_streaming: dict[str, str] = {}  # what the plug-in was loaded with
 
 
 def _check_isa(options: Options, lib: Any) -> None:
@@ -213,6 +221,7 @@ def _load(options: Options, lib: Any) -> None:
     C.llama_backend_init()
     with _environment(**{ENV_PREFIX + name.upper(): getattr(options, name) for name in _PER_PROCESS}):
         loaded = ggml_function("ggml_backend_load", ctypes.c_void_p, [ctypes.c_char_p])(str(library_path()).encode())
+    _streaming.update({name: getattr(options, name) for name in _STREAMING})
     if not loaded:
         reason = (
             sentence(lib.hybrid_moe_refusal()) or f"llama-cpp-python {installed} refused the plug-in: {_reinstall()}"

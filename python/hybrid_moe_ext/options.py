@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,8 +13,19 @@ from .errors import OptionError
 ENV_PREFIX = "HYBRID_MOE_"
 
 
-def _option(default: str, choices: tuple[str, ...], help: str) -> Any:
-    return field(default=default, metadata={"choices": choices, "help": help})
+def _option(default: str, choices: tuple[str, ...], help: str, accepts: Callable[[str], bool] | None = None) -> Any:
+    """`accepts`: what else than the choices is possible; the last choice then says it in words."""
+    return field(default=default, metadata={"choices": choices, "help": help, "accepts": accepts})
+
+
+def _is_between(low: float, high: float) -> Callable[[str], bool]:
+    def accepts(text: str) -> bool:
+        try:
+            return low <= float(text) <= high
+        except ValueError:
+            return False
+
+    return accepts
 
 
 @dataclass(frozen=True)
@@ -43,10 +54,40 @@ class Options:
         "the pool's threads stay on a CPU each; auto: on their NUMA node, if there are several",
     )
 
+    slp: str = _option(
+        "auto",
+        ("auto", "on", "off"),
+        "long prompts stream experts to GPU devices; auto: where that is measured to be faster, on: from 32 tokens on",
+    )
+    devices: str = _option(
+        "auto",
+        ("auto", "none", "NAME,..."),
+        "GPU devices that experts are streamed to, such as CUDA0,CUDA1; auto: all",
+        lambda text: bool(text.strip(", ")) and all(name.strip() not in ("auto", "none") for name in text.split(",")),
+    )
+    cpu_help: str = _option(
+        "auto", ("auto", "off"), "the CPU computes a part of a streamed layer's experts where that ends it sooner"
+    )
+    vram_share: str = _option(
+        "auto",
+        ("auto", "0.01 to 1"),
+        "share of a device's free memory that streaming takes while it runs; auto: 0.8",
+        _is_between(0.01, 1),
+    )
+    ring_mib: str = _option(
+        "auto", ("auto", "MIB"), "largest ring of experts on a device; auto or 0: no limit", _is_between(0, 1e9)
+    )
+    copy_threads: str = _option(
+        "auto",
+        ("auto", "1 to 64"),
+        "threads per device that copy or expand what the device cannot read itself; auto: a quarter of the cores, 4 at most",
+        _is_between(1, 64),
+    )
+
     def __post_init__(self) -> None:
         for f in fields(self):
-            value, choices = getattr(self, f.name), f.metadata["choices"]
-            if value not in choices:
+            value, choices, accepts = getattr(self, f.name), f.metadata["choices"], f.metadata["accepts"]
+            if not (value in choices[:-1] or accepts(value) if accepts else value in choices):
                 raise OptionError(f"{f.name}={value!r} is not possible: choose one of {', '.join(choices)}")
 
     @classmethod
@@ -75,8 +116,14 @@ class Options:
         return cls(**chosen)
 
 
-# Variables that are no options of a model: a host newer than tried, another build of the plug-in, counters at exit.
-_OTHER_VARIABLES = ("HYBRID_MOE_UNTESTED_HOST", "HYBRID_MOE_LIBRARY", "HYBRID_MOE_STATS", "HYBRID_MOE_AVX512_RUNNER")
+# Variables that are no options of a model: a host newer than tried, another build of the plug-in, counters at exit, a trace.
+_OTHER_VARIABLES = (
+    "HYBRID_MOE_UNTESTED_HOST",
+    "HYBRID_MOE_LIBRARY",
+    "HYBRID_MOE_STATS",
+    "HYBRID_MOE_TRACE",
+    "HYBRID_MOE_AVX512_RUNNER",
+)
 
 
 def _check_environment(environ: Mapping[str, str]) -> None:

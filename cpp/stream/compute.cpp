@@ -1,0 +1,204 @@
+// DeviceStream: the compute thread.
+#include "stream/device_stream.h"
+
+#include "stream/trace.h"
+
+#include <algorithm>
+
+namespace hybrid_moe {
+namespace {
+
+// Experts queued at once. One would leave the device idle while this thread wakes up.
+constexpr size_t max_computing = 3;
+
+// Graphs that are queued between two synchronisations of the instance: back ends look at a graph until then.
+constexpr size_t max_graphs = 64;
+
+// Other devices and the caller end a job without waking this thread.
+constexpr auto poll = std::chrono::milliseconds(10);
+
+}  // namespace
+
+void DeviceStream::compute_loop() {
+    Lock lock(mutex_);
+    for (;;) {
+        changed_.wait(lock, [&] { return stop_ || (job_ && !job_ended_); });
+        if (stop_ && (!job_ || job_ended_)) return;
+        LayerJob & job = *job_;
+        lock.unlock();
+        run_job(job);
+        lock.lock();
+    }
+}
+
+void DeviceStream::run_job(LayerJob & job) {
+    try {
+        host().ggml_backend_tensor_memset(batch_->y, 0, 0, size_t(batch_->shape.n_embd_out * batch_->shape.n_tokens) * sizeof(float));
+        run_experts(job, ExpertGraph(job.layer, *batch_, x_));
+        drain();
+        if (!job.is_cancelled()) fetch_result(job);
+        if (!job.is_cancelled()) confirm();
+    } catch (const std::exception & e) {
+        const Lock lock(mutex_);
+        fail(e.what());
+    }
+    end_job(job);
+}
+
+// Everything that belongs to the job is back, whatever happened to it.
+void DeviceStream::end_job(LayerJob & job) {
+    try {
+        drain();
+    } catch (const std::exception & e) {
+        const Lock lock(mutex_);
+        fail(e.what());
+    }
+    Lock lock(mutex_);
+    if (job.is_cancelled()) job.queue.leave(i_worker_);
+    inputs_sent_ = all_sent_ = true;  // nothing more is begun for it
+    changed_.notify_all();
+    changed_.wait(lock, [&] {
+        return std::none_of(uploading_.begin(), uploading_.end(), [](const Slot * s) { return !s || s->is_claimed; });
+    });
+    for (const auto & slot : slots_) {
+        if (slot->is_claimed) slot->state = Slot::free;
+        if (slot->is_claimed) slot->is_claimed = slot->is_ahead = false;
+    }
+    ready_.clear();
+    counters_.n_layers++;
+    counters_.layer_ns += now_ns() - job_began_;
+    if (!job.is_cancelled()) learn_rates();
+    job_ended_ = true;
+    changed_.notify_all();
+}
+
+// From what this job took; the past counts for half.
+void DeviceStream::learn_rates() {
+    const auto blend = [](double & known, double seen) { known = known == 0 ? seen : (known + seen) / 2; };
+    const uint64_t bytes = counters_.expert_bytes - before_.expert_bytes;
+    const uint64_t rows  = counters_.n_rows - before_.n_rows;
+    if (bytes) blend(rate_.copy_s_per_byte, double(counters_.upload_ns - before_.upload_ns) * 1e-9 / double(bytes));
+    if (rows) blend(rate_.compute_s_per_row, double(counters_.compute_ns - before_.compute_ns) * 1e-9 / double(rows));
+    before_ = counters_;
+}
+
+void DeviceStream::run_experts(LayerJob & job, const ExpertGraph & graph) {
+    Lock lock(mutex_);
+    while (!inputs_there_ && !job.is_cancelled()) changed_.wait_for(lock, poll);
+    compute_free_ns_ = now_ns();
+    int64_t idle_since = compute_free_ns_;
+    while (!job.is_cancelled()) {
+        if (!ready_.empty() && computing_.size() < max_computing) {
+            Slot & slot = *ready_.front();
+            ready_.pop_front();
+            slot.state = Slot::computing;
+            if (computing_.empty()) counters_.starved_ns += now_ns() - idle_since;
+            computing_.push_back(&slot);
+            lock.unlock();
+            submit(job, graph, slot);
+            lock.lock();
+            continue;
+        }
+        if (!computing_.empty()) {
+            // Not before it is likely to have ended: the next expert may arrive while this one is computed, and must not wait
+            // until this thread wakes up. But a slot that others wait for is given back as soon as it can be.
+            const Slot & oldest = *computing_.front();
+            const int64_t begin = std::max(oldest.begin_ns, compute_free_ns_);
+            const int64_t ends = begin + int64_t(double(oldest.n_rows) * s_per_row_ * 1e9);
+            if (computing_.size() < max_computing && now_ns() < ends) {
+                changed_.wait_for(lock, std::chrono::nanoseconds(ends - now_ns()), [&] { return !ready_.empty() || job.is_cancelled(); });
+                if (!ready_.empty()) continue;
+            }
+            reap_compute(lock);
+            if (computing_.empty()) idle_since = now_ns();
+            continue;
+        }
+        const bool may_come = !all_sent_ || std::any_of(uploading_.begin(), uploading_.end(), [](const Slot * s) { return s && s->is_claimed; });
+        if (!may_come) break;
+        changed_.wait_for(lock, poll);
+    }
+}
+
+const TensorContext & DeviceStream::next_context() {
+    if (n_contexts_used_ == max_graphs) drain();
+    if (n_contexts_used_ == contexts_.size()) contexts_.push_back(std::make_unique<TensorContext>(ExpertGraph::max_nodes));
+    return *contexts_[n_contexts_used_++];
+}
+
+void DeviceStream::submit(LayerJob & job, const ExpertGraph & graph, Slot & slot) {
+    const int64_t n_rows = job.route.n_rows(slot.i_expert);
+    const int64_t tile   = batch_->shape.tile_rows;
+    slot.begin_ns = now_ns();
+    slot.n_rows   = n_rows;
+    for (int64_t row = 0; row < n_rows; row += tile) {
+        const ExpertRows rows = {slot.i_expert, job.index.begin[size_t(slot.i_expert)] + row, std::min(tile, n_rows - row)};
+        compute_.compute(graph.build(next_context(), *slot.tensors, rows));
+    }
+    slot.computed.set(compute_);
+}
+
+// Waits for the oldest computation and gives its slot back.
+void DeviceStream::reap_compute(Lock & lock) {
+    Slot & slot = *computing_.front();
+    lock.unlock();
+    slot.computed.wait();
+    const int64_t end = now_ns();
+    lock.lock();
+    computing_.pop_front();
+    const int64_t begin = std::max(slot.begin_ns, compute_free_ns_);
+    compute_free_ns_ = end;
+    counters_.compute_ns += end - begin;
+    counters_.n_experts++;
+    counters_.n_rows += uint64_t(slot.n_rows);
+    if (slot.n_rows > 0) {
+        const double seen = double(end - begin) * 1e-9 / double(slot.n_rows);
+        s_per_row_ = s_per_row_ == 0 ? seen : std::min(seen, s_per_row_ * 1.1);  // the host's hiccups only make it longer
+    }
+    trace_span(gpu_.name, "compute", "expert", begin, end, slot.experts->name(), slot.i_expert, slot.n_rows, 0);
+    slot.state      = Slot::free;
+    slot.is_claimed = slot.is_ahead = false;
+    changed_.notify_all();
+}
+
+// Waits for all that was queued. Graphs' memory may be used again then.
+void DeviceStream::drain() {
+    Lock lock(mutex_);
+    while (!computing_.empty()) reap_compute(lock);
+    lock.unlock();
+    compute_.synchronize();
+    lock.lock();
+    n_contexts_used_ = 0;
+    retired_.clear();
+}
+
+void DeviceStream::fetch_result(LayerJob & job) {
+    const int64_t begin  = now_ns();
+    const size_t row     = size_t(batch_->shape.n_embd_out) * sizeof(float);
+    const size_t n_bytes = row * size_t(batch_->shape.n_tokens);
+    const size_t piece   = std::min(size_t(job.sums.piece_rows()) * row, result_.chunk_bytes() / row * row);
+    const size_t n_pieces = (n_bytes + piece - 1) / piece;
+    // Devices begin at different pieces, so that they seldom wait for one another.
+    const size_t first = size_t(i_worker_) * n_pieces / 4 % n_pieces;
+    result_.fetch(compute_, batch_->y, n_bytes, piece, first, [&](size_t offset, size_t n, const uint8_t * bytes) {
+        if (!job.is_cancelled()) job.sums.add(int64_t(offset / row), int64_t(n / row), reinterpret_cast<const float *>(bytes), result_crew_);
+    });
+    const int64_t end = now_ns();
+    const Lock lock(mutex_);
+    counters_.out_bytes += n_bytes;
+    trace_span(gpu_.name, "compute", "result", begin, end, job.experts->name(), -1, batch_->shape.n_tokens, n_bytes);
+}
+
+// Copies report no failure: devices that had one refuse the next graph.
+void DeviceStream::confirm() {
+    const TensorContext context(8);
+    ggml_cgraph * graph = host().ggml_new_graph_custom(context.get(), ExpertGraph::max_nodes, false);
+    ggml_tensor * one = host().ggml_new_tensor_1d(context.get(), GGML_TYPE_F32, 1);
+    batch_->memory->place(one, batch_->work[0]);
+    ggml_tensor * out = host().ggml_scale(context.get(), one, 1.0f);
+    batch_->memory->place(out, batch_->work[0]);
+    host().ggml_build_forward_expand(graph, out);
+    compute_.compute(graph);
+    compute_.synchronize();
+}
+
+}  // namespace hybrid_moe

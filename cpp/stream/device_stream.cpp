@@ -1,0 +1,206 @@
+// DeviceStream: its memory, and the calls of the thread that runs a layer. The two loops are in upload.cpp and compute.cpp.
+#include "stream/device_stream.h"
+
+#include "stream/trace.h"
+
+#include <algorithm>
+
+namespace hybrid_moe {
+namespace {
+
+constexpr size_t result_chunk  = size_t(4) << 20;
+constexpr int    result_chunks = 3;
+
+}  // namespace
+
+DeviceStream::DeviceStream(const Gpu & gpu, const StreamSettings & settings)
+    : gpu_(gpu), settings_(settings), upload_(gpu_), compute_(gpu_), filler_(gpu_, settings.copy_threads),
+      result_(gpu_, result_chunk, result_chunks), result_crew_(settings.copy_threads), last_use_ns_(now_ns()) {
+    upload_thread_  = std::thread([this] { upload_loop(); });
+    compute_thread_ = std::thread([this] { compute_loop(); });
+}
+
+DeviceStream::~DeviceStream() {
+    {
+        const Lock lock(mutex_);
+        stop_ = true;
+    }
+    changed_.notify_all();
+    upload_thread_.join();
+    compute_thread_.join();
+}
+
+size_t DeviceStream::budget() const {
+    size_t n_free = 0, n_total = 0;
+    gpu_.memory(n_free, n_total);
+    const Lock lock(mutex_);
+    const size_t mine = slots_.size() * slot_bytes_ + (batch_memory_ ? batch_memory_->size() : 0);
+    // Back ends that do not know what is free report the total: never more than that.
+    const size_t all = std::min(n_free + mine, n_total);
+    return size_t(double(all) * settings_.vram_share);
+}
+
+void DeviceStream::drop_slots(Lock & lock) {
+    next_.reset();
+    next_order_.clear();
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return uploading_.empty() && n_reading_ahead_ == 0; });
+    for (const auto & slot : slots_) {
+        if (slot->is_waiting()) counters_.wasted_bytes += slot->experts->device_bytes();
+    }
+    slots_.clear();
+    slot_bytes_ = 0;
+}
+
+void DeviceStream::make_room(const MoeLayer & layer, const LayerExperts & experts, const BatchShape & shape, ggml_tensor * x) {
+    const size_t may = budget();
+    const size_t slot_bytes = SlotTensors::n_bytes(gpu_, experts);
+    auto batch = std::make_unique<BatchTensors>(shape, x != nullptr);
+    const size_t batch_bytes = batch->n_bytes(gpu_);
+    Lock lock(mutex_);
+    last_use_ns_ = now_ns();
+    if (batch_bytes + 2 * slot_bytes > may) {
+        throw DeviceError(gpu_.name + ": " + std::to_string(may >> 20) + " MiB of its memory may be used, and two experts with a batch of " +
+                          std::to_string(shape.n_tokens) + " tokens need " + std::to_string((batch_bytes + 2 * slot_bytes) >> 20) + " MiB");
+    }
+    if (slot_bytes > slot_bytes_) drop_slots(lock);
+    if (!batch_memory_ || batch_memory_->size() < batch_bytes) {
+        // The ring was built around the smaller batch.
+        if (batch_memory_) drop_slots(lock);
+        batch_.reset();
+        batch_memory_.reset();
+        batch_memory_ = std::make_unique<GpuMemory>(gpu_, batch_bytes);
+    }
+    if (slots_.empty()) slot_bytes_ = slot_bytes;
+    size_t ring = may - batch_memory_->size();
+    if (settings_.ring_bytes) ring = std::min(ring, settings_.ring_bytes);
+    // A whole layer in the ring is all that look-ahead can use.
+    const size_t wanted = std::clamp(ring / slot_bytes_, size_t(2), size_t(std::max<int64_t>(2, experts.n_expert())));
+    while (slots_.size() < wanted) {
+        try {
+            slots_.push_back(std::make_unique<Slot>(gpu_, slot_bytes_));
+        } catch (const DeviceError &) {
+            if (slots_.size() >= 2) break;  // less was free than the device said
+            throw;
+        }
+    }
+    batch_ = std::move(batch);
+    batch_->place(gpu_, *batch_memory_);
+    x_ = x ? x : batch_->x;
+    if (n_contexts_used_ == 0 && contexts_.empty()) contexts_.push_back(std::make_unique<TensorContext>(ExpertGraph::max_nodes));
+    SlotTensors tensors(experts);
+    tensors.place(gpu_, slots_[0]->memory);
+    const TensorContext scratch(ExpertGraph::max_nodes);
+    if (const ggml_tensor * node = ExpertGraph(layer, *batch_, x_).unsupported(gpu_, scratch, tensors)) {
+        throw DeviceError(gpu_.name + ": the device cannot compute " + host().ggml_op_name(node->op) + " of " +
+                          (node->src[0] ? host().ggml_type_name(node->src[0]->type) : "?") + " as this layer (" + experts.name() + ") needs it");
+    }
+}
+
+std::vector<int64_t> DeviceStream::there(const LayerExperts & experts) {
+    const Lock lock(mutex_);
+    std::vector<int64_t> all;
+    for (const auto & slot : slots_) {
+        if (slot->is_waiting() && slot->experts->is_same(experts)) all.push_back(slot->i_expert);
+    }
+    return all;
+}
+
+void DeviceStream::start(LayerJob & job, int i_worker) {
+    const Lock lock(mutex_);
+    next_.reset();
+    next_order_.clear();
+    ready_.clear();
+    for (const auto & slot : slots_) {
+        if (!slot->is_waiting()) continue;
+        const bool is_wanted = slot->experts->is_same(*job.experts) && job.queue.claim(i_worker, slot->i_expert);
+        if (!is_wanted) counters_.wasted_bytes += slot->experts->device_bytes();
+        slot->is_claimed = is_wanted;
+        if (slot->state == Slot::filling) {  // it becomes ready, or free, when it has arrived
+            if (!is_wanted) slot->i_expert = -1;
+            continue;
+        }
+        slot->state = is_wanted ? Slot::ready : Slot::free;
+        if (is_wanted) ready_.push_back(slot.get());
+    }
+    job_          = &job;
+    i_worker_     = i_worker;
+    inputs_sent_  = inputs_there_ = all_sent_ = job_ended_ = false;
+    job_began_    = now_ns();
+    changed_.notify_all();
+}
+
+bool DeviceStream::finish(std::chrono::milliseconds patience) {
+    Lock lock(mutex_);
+    if (!changed_.wait_for(lock, patience, [&] { return job_ended_; })) return false;
+    job_ = nullptr;
+    last_use_ns_ = now_ns();
+    changed_.notify_all();
+    return true;
+}
+
+void DeviceStream::look_ahead(std::shared_ptr<const LayerExperts> next, std::vector<int64_t> order) {
+    const Lock lock(mutex_);
+    if (slots_.empty() || SlotTensors::n_bytes(gpu_, *next) > slot_bytes_) return;
+    next_ = std::move(next);
+    next_order_.assign(order.begin(), order.end());
+    changed_.notify_all();
+}
+
+void DeviceStream::forget() {
+    Lock lock(mutex_);
+    next_.reset();
+    next_order_.clear();
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return n_reading_ahead_ == 0; });
+    for (const auto & slot : slots_) {
+        if (!slot->is_waiting()) continue;
+        counters_.wasted_bytes += slot->experts->device_bytes();
+        slot->state = Slot::free;
+        slot->experts.reset();
+    }
+}
+
+void DeviceStream::fail(const std::string & why, bool is_damage) {
+    if (job_) job_->cancel(i_worker_, why, is_damage);
+    counters_.n_failures++;
+    changed_.notify_all();
+}
+
+DeviceRate DeviceStream::rate() const {
+    const Lock lock(mutex_);
+    return rate_;
+}
+
+void DeviceStream::reset_rate() {
+    const Lock lock(mutex_);
+    rate_      = DeviceRate{};
+    s_per_row_ = 0;
+}
+
+void DeviceStream::know_rate(const DeviceRate & rate) {
+    const Lock lock(mutex_);
+    if (rate_.copy_s_per_byte == 0) rate_ = rate;
+}
+
+StreamCounters DeviceStream::counters() const {
+    const Lock lock(mutex_);
+    return counters_;
+}
+
+size_t DeviceStream::n_slots() const {
+    const Lock lock(mutex_);
+    return slots_.size();
+}
+
+size_t DeviceStream::slot_bytes() const {
+    const Lock lock(mutex_);
+    return slot_bytes_;
+}
+
+size_t DeviceStream::batch_bytes() const {
+    const Lock lock(mutex_);
+    return batch_memory_ ? batch_memory_->size() : 0;
+}
+
+}  // namespace hybrid_moe

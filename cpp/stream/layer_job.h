@@ -1,0 +1,77 @@
+// One batch on its way through one layer on several devices: what they share while it runs.
+#pragma once
+
+#include "moe/moe_layer.h"
+#include "stream/expert_graph.h"
+#include "stream/expert_queue.h"
+#include "stream/layer_experts.h"
+#include "stream/staging.h"
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace hybrid_moe {
+
+// Pairs as devices want them: expert after expert, each from an aligned position.
+struct DeviceIndex {
+    std::vector<int64_t> begin;     // [n_expert]
+    std::vector<int32_t> x_row;     // of x, [n]
+    std::vector<int32_t> y_row;     // tokens, [n]
+    std::vector<float>   weight;    // [n]
+    int64_t              max_rows = 0;
+};
+
+DeviceIndex make_index(const MoeLayer & layer, const Routing & route);
+
+// Sums of devices (and of the CPU) added up in the layer's output. Pieces of rows are locked one by one.
+class PartialSums {
+public:
+    // cpu_adds: the CPU writes all rows first; nobody adds before cpu_is_done.
+    PartialSums(const MoeLayer & layer, bool cpu_adds);
+
+    int64_t piece_rows() const { return piece_rows_; }
+    void add(int64_t row0, int64_t n_rows, const float * rows, Crew & crew);  // [n_rows][n_embd], a piece
+    void cpu_is_done();
+    void give_up();  // nobody waits any more
+
+private:
+    const MoeLayer *              layer_;
+    const int64_t                 piece_rows_;
+    std::mutex                    mutex_;
+    std::condition_variable       opened_;
+    bool                          is_open_;
+    std::vector<std::mutex>       locks_;
+    std::vector<char>             is_written_;
+};
+
+struct LayerJob {
+    LayerJob(const MoeLayer & l, const Routing & r, std::shared_ptr<const LayerExperts> e,
+             std::vector<QueuedExpert> for_devices, std::vector<DeviceRate> rates, bool cpu_adds)
+        : layer(l), route(r), experts(std::move(e)), index(make_index(l, r)),
+          queue(std::move(for_devices), experts->device_bytes(), std::move(rates)), sums(l, cpu_adds) {}
+
+    const MoeLayer &                    layer;
+    const Routing &                     route;
+    std::shared_ptr<const LayerExperts> experts;
+    const DeviceIndex                   index;
+    ExpertQueue                         queue;
+    PartialSums                         sums;
+
+    // Ends it: the layer's output is then worth nothing. The first reason is kept.
+    void cancel(int i_worker, const std::string & why, bool is_damage = false);
+    bool is_cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
+
+    // After the end.
+    int         failed_worker = -1;     // a device that failed
+    bool        is_damaged    = false;  // the weights are: the CPU would fail as well
+    std::string reason;
+
+private:
+    std::atomic<bool> cancelled_{false};
+    std::mutex        mutex_;
+};
+
+}  // namespace hybrid_moe

@@ -1,0 +1,119 @@
+// The rates' file: a line per kind of layer, name and numbers separated by tabs; the last line of a name counts.
+#include "stream/rates.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <sstream>
+
+namespace hybrid_moe {
+namespace {
+
+std::mutex                    mutex;
+std::map<std::string, Rates> & of_this_process() {
+    static auto * known = new std::map<std::string, Rates>;
+    return *known;
+}
+
+std::string number(double v) {
+    char text[40];
+    snprintf(text, sizeof text, "%.9g", v);
+    return text;
+}
+
+std::string line_of(const std::string & name, const Rates & r) {
+    std::string line = name + "\t" + number(r.cpu.s_per_expert) + "\t" + number(r.cpu.s_per_row);
+    for (const DeviceRate & d : r.devices) {
+        line += "\t" + number(d.copy_s_per_byte) + "\t" + number(d.copy_s) + "\t" + number(d.compute_s_per_row) + "\t" + number(d.compute_s);
+    }
+    return line + "\n";
+}
+
+// Nothing when the line is damaged or of another number of devices.
+std::optional<Rates> parse(const std::string & numbers, size_t n_devices) {
+    std::istringstream in(numbers);
+    std::vector<double> v;
+    for (double d; in >> d;) v.push_back(d);
+    if (!in.eof() || v.size() != 2 + 4 * n_devices) return std::nullopt;
+    for (const double d : v) {
+        if (!std::isfinite(d) || d < 0) return std::nullopt;
+    }
+    Rates r;
+    r.cpu = {v[0], v[1]};
+    for (size_t i = 0; i < n_devices; i++) r.devices.push_back({v[2 + 4 * i], v[3 + 4 * i], v[4 + 4 * i], v[5 + 4 * i]});
+    return r;
+}
+
+std::optional<Rates> in_file(const std::string & name, size_t n_devices) {
+    std::ifstream file(rates_path());
+    std::optional<Rates> found;
+    for (std::string line; std::getline(file, line);) {
+        if (line.compare(0, name.size(), name) == 0 && line.size() > name.size() && line[name.size()] == '\t') {
+            found = parse(line.substr(name.size() + 1), n_devices);
+        }
+    }
+    return found;
+}
+
+}  // namespace
+
+std::string Rates::print() const {
+    char text[160];
+    snprintf(text, sizeof text, "CPU %.3g ms per expert, %.3g us per row", cpu.s_per_expert * 1e3, cpu.s_per_row * 1e6);
+    std::string all = text;
+    for (size_t i = 0; i < devices.size(); i++) {
+        const DeviceRate & d = devices[i];
+        snprintf(text, sizeof text, "; device %zu: %.3g GB/s, %.3g us per row", i, d.copy_s_per_byte > 0 ? 1e-9 / d.copy_s_per_byte : 0.0,
+                 d.compute_s_per_row * 1e6);
+        all += text;
+    }
+    return all;
+}
+
+std::string rates_path() {
+    const char * cache = getenv("XDG_CACHE_HOME");
+    if (cache && *cache) return std::string(cache) + "/hybrid-moe/rates-1.tsv";
+    const char * home = getenv("HOME");
+    return home && *home ? std::string(home) + "/.cache/hybrid-moe/rates-1.tsv" : std::string();
+}
+
+std::optional<Rates> known_rates(const std::string & name, size_t n_devices) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto known = of_this_process().find(name);
+    if (known != of_this_process().end()) return known->second;
+    const std::optional<Rates> found = in_file(name, n_devices);
+    if (found) of_this_process()[name] = *found;
+    return found;
+}
+
+void keep_rates(const std::string & name, const Rates & rates) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    of_this_process()[name] = rates;
+    const std::string path = rates_path();
+    if (path.empty()) return;
+    for (size_t slash = path.find('/', 1); slash != std::string::npos; slash = path.find('/', slash + 1)) {
+        mkdir(path.substr(0, slash).c_str(), 0700);  // those that are there stay as they are
+    }
+    // One write per line: processes that measure at the same time do not mix their lines. A cache that cannot be written
+    // costs a measurement next time.
+    std::ofstream file(path, std::ios::app);
+    file << line_of(name, rates) << std::flush;
+}
+
+std::string cpu_name() {
+    std::ifstream info("/proc/cpuinfo");
+    for (std::string line; std::getline(info, line);) {
+        if (line.compare(0, 10, "model name") != 0) continue;
+        const size_t colon = line.find(':');
+        return colon == std::string::npos ? "" : line.substr(colon + 2);
+    }
+    return "unknown CPU";
+}
+
+}  // namespace hybrid_moe

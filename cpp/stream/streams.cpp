@@ -1,0 +1,261 @@
+// Streams: opening devices, one layer's passes, failures. Decisions are in decide.cpp.
+#include "stream/streams.h"
+
+#include "stream/streams_pass.h"
+#include "stream/trace.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+namespace hybrid_moe {
+namespace {
+
+// Batches below are the CPU's without asking: nothing that streams whole experts can win.
+constexpr int64_t min_tokens = 32;
+
+// After so many failed layers in a row a device is left alone.
+constexpr int max_failures = 3;
+
+MoeLayer tokens_of(const MoeLayer & layer, int64_t token0, int64_t n_tokens) {
+    MoeLayer part = layer;
+    part.ids.data += token0 * layer.ids.token_stride;
+    part.ids.n_tokens = n_tokens;
+    part.x += token0 * layer.x_token_stride;
+    if (layer.weights) part.weights += token0 * layer.weights_token_stride;
+    part.y += token0 * layer.y_token_stride;
+    return part;
+}
+
+}  // namespace
+
+Streams & Streams::get() {
+    static Streams * streams = new Streams;  // its threads may run until the process ends
+    return *streams;
+}
+
+void Streams::choose(const StreamOptions & options) { options_ = options; }
+
+void Streams::note(const std::string & kind, const std::string & sentence) {
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        for (const auto & [known, text] : troubles_) {
+            if (known == kind) return;
+        }
+        troubles_.emplace_back(kind, sentence);
+    }
+    host().log(GGML_LOG_LEVEL_WARN, "hybrid-moe: %s\n", sentence.c_str());
+}
+
+void Streams::open() {
+    is_open_ = true;
+    std::vector<std::string> wanted = options_.devices;
+    std::string all;
+    for (const Gpu & gpu : find_gpus()) {
+        all += (all.empty() ? "" : ", ") + gpu.name;
+        const auto named = std::find(wanted.begin(), wanted.end(), gpu.name);
+        if (!options_.all_devices && named == wanted.end()) continue;
+        if (named != wanted.end()) wanted.erase(named);
+        try {
+            devices_.push_back(std::make_unique<DeviceStream>(gpu, options_.device));
+        } catch (const std::exception & e) {
+            troubles_.emplace_back("open " + gpu.name, std::string(e.what()) + "; experts are not streamed to it");
+        }
+    }
+    for (const std::string & name : wanted) {
+        troubles_.emplace_back("unknown " + name, "HYBRID_MOE_DEVICES: there is no GPU device '" + name + "'; " +
+                               (all.empty() ? "this host has none" : "there are: " + all));
+    }
+    const char * missing = missing_for_streaming();
+    if (missing) troubles_.emplace_back("host", std::string("this host's ggml has no ") + missing + ", so experts are not streamed");
+    n_failures_.reset(new std::atomic<int>[devices_.size()]());
+    for (const auto & [kind, sentence] : troubles_) host().log(GGML_LOG_LEVEL_WARN, "hybrid-moe: %s\n", sentence.c_str());
+}
+
+bool Streams::may_stream(int64_t n_tokens) {
+    if (options_.slp == Slp::off || n_tokens < min_tokens) return false;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!is_open_) open();
+    return !devices_.empty();
+}
+
+const Gpu * Streams::gpu_of(ggml_backend_dev_t device) const {
+    for (const auto & d : devices_) {
+        if (d->gpu().device == device) return &d->gpu();
+    }
+    return nullptr;
+}
+
+std::vector<DeviceRate> Streams::rates_of(const std::vector<size_t> & devices) const {
+    std::vector<DeviceRate> rates;
+    for (const size_t i : devices) rates.push_back(devices_[i]->rate());
+    return rates;
+}
+
+int64_t Streams::tokens_per_pass(const MoeLayer & layer, const LayerExperts & experts) {
+    int64_t n = layer.ids.n_tokens;
+    for (const auto & d : devices_) {
+        const size_t slots = 2 * SlotTensors::n_bytes(d->gpu(), experts);
+        const size_t may   = d->budget();
+        if (may <= slots) continue;  // it will not take part
+        const BatchShape one  = shape_of(layer, tokens_of(layer, 0, 1).ids.n_tokens, device_tile_rows, index_alignment * layer.ids.n_used);
+        const size_t fixed    = BatchTensors(one, false).n_bytes(d->gpu());
+        // Indices are padded per expert; 12 bytes per pair and as much again cover it.
+        const size_t per_token = size_t(layer.n_x_slots * layer.up.weights.shape.k + layer.n_embd()) * 4 + size_t(layer.ids.n_used) * 24;
+        // Half of it for the batch at most, unless that would mean several passes over the experts.
+        const size_t for_batch = may - slots;
+        if (for_batch <= fixed) continue;
+        n = std::min(n, std::max<int64_t>(min_tokens, int64_t((for_batch - fixed) / per_token)));
+    }
+    return n;
+}
+
+std::vector<size_t> Streams::ready_devices(const Pass & pass, const DeviceIndex & index) {
+    std::vector<size_t> ready;
+    const int64_t tile = std::min<int64_t>(device_tile_rows, int64_t(align_up(size_t(index.max_rows), size_t(index_alignment))));
+    const BatchShape shape = shape_of(pass.layer, pass.layer.ids.n_tokens, tile, int64_t(index.x_row.size()));
+    for (size_t i = 0; i < devices_.size(); i++) {
+        DeviceStream & d = *devices_[i];
+        if (n_failures_[i] >= max_failures) continue;
+        try {
+            d.make_room(pass.layer, *pass.experts, shape, pass.x && pass.x->gpu == &d.gpu() ? pass.x->tensor : nullptr);
+            ready.push_back(i);
+        } catch (const std::exception & e) {
+            note("room " + d.gpu().name, std::string(e.what()) + "; experts are not streamed to it");
+        }
+    }
+    return ready;
+}
+
+void Streams::look_ahead(const std::vector<size_t> & devices, const LayerExperts & experts) {
+    const auto next = ahead_.next(experts, guess_);
+    if (!next) return;
+    const std::vector<DeviceRate> rates = rates_of(devices);
+    std::vector<std::vector<int64_t>> shares(devices.size());
+    for (const int64_t expert : ahead_.likely(*next)) {
+        // To whoever would have it first, each link at its own rate.
+        size_t best = 0;
+        for (size_t d = 1; d < shares.size(); d++) {
+            const auto ends = [&](size_t i) { return double(shares[i].size() + 1) * rates[i].copy_s_per_byte; };
+            if (ends(d) < ends(best)) best = d;
+        }
+        shares[best].push_back(expert);
+    }
+    for (size_t d = 0; d < devices.size(); d++) devices_[devices[d]]->look_ahead(next, shares[d]);
+}
+
+bool Streams::stream(const Pass & pass, const StreamPlan & plan, const std::vector<size_t> & devices, RunStatus & status, char * error) {
+    std::vector<QueuedExpert> for_devices = plan.by_rows;
+    std::vector<char> for_cpu(size_t(pass.experts->n_expert()), 0);
+    for (size_t i = 0; i < plan.n_cpu_experts; i++) {
+        for_cpu[size_t(for_devices.back().expert)] = 1;
+        for_devices.pop_back();
+    }
+    const bool cpu_adds = plan.n_cpu_experts > 0;
+    LayerJob job(pass.layer, pass.route, pass.experts, std::move(for_devices), rates_of(devices), cpu_adds);
+    for (size_t w = 0; w < devices.size(); w++) devices_[devices[w]]->start(job, int(w));
+    look_ahead(devices, *pass.experts);
+    status = RunStatus::ok;
+    if (cpu_adds) {
+        const int64_t begin = now_ns();
+        status = run_moe_layer(pass.layer, pass.options, pass.work, error, &for_cpu);
+        trace_span("CPU", "experts", "share", begin, now_ns(), pass.experts->name(), -1, int64_t(plan.n_cpu_experts), 0);
+        if (status == RunStatus::ok) job.sums.cpu_is_done();
+        else job.cancel(-1, error);
+    }
+    for (const size_t i : devices) {
+        while (!devices_[i]->finish(std::chrono::milliseconds(5))) {
+            if (status != RunStatus::ok || !must_abort(pass.options, 0)) continue;
+            status = RunStatus::aborted;
+            job.cancel(-1, "aborted");
+        }
+    }
+    if (status != RunStatus::ok) return true;
+    if (!job.is_cancelled()) {
+        for (const size_t i : devices) n_failures_[i] = 0;
+        n_streamed_++;
+        n_cpu_experts_ += plan.n_cpu_experts;
+        return true;
+    }
+    if (job.is_damaged) {
+        snprintf(error, 512, "%s", job.reason.c_str());
+        status = RunStatus::failed;
+        return true;
+    }
+    const size_t failed = devices[size_t(job.failed_worker)];
+    n_failures_[failed]++;
+    const std::string & name = devices_[failed]->gpu().name;
+    note("failure " + name, job.reason + " while it ran experts of " + pass.experts->name() + "; the CPU computes the layer instead");
+    if (n_failures_[failed] == max_failures) note("given up " + name, name + " failed several times in a row: experts are not streamed to it any more");
+    return false;
+}
+
+RunStatus Streams::run_pass(Pass & pass, char * error) {
+    Pair bad;
+    if (!group_by_expert(pass.layer.ids, pass.experts->n_expert(), pass.route, bad)) {
+        describe_bad_id(pass.layer.down.weights, pass.layer.ids, bad, error);
+        return RunStatus::failed;
+    }
+    const auto on_cpu = [&] {
+        if (pass.x && !pass.x->to_host()) {
+            snprintf(error, 512, "%s: the device lost the input of %s", pass.x->gpu->name.c_str(), pass.experts->name().c_str());
+            return RunStatus::failed;
+        }
+        n_on_cpu_++;
+        return run_moe_layer(pass.layer, pass.options, pass.work, error);
+    };
+    std::vector<std::unique_lock<std::mutex>> leases;
+    for (const auto & d : devices_) leases.emplace_back(d->lease());
+    const DeviceIndex index = make_index(pass.layer, pass.route);
+    const std::vector<size_t> devices = ready_devices(pass, index);
+    if (devices.empty()) return on_cpu();
+    const bool is_elsewhere = pass.x && (devices.size() > 1 || &devices_[devices[0]]->gpu() != pass.x->gpu);
+    pass.devices = devices;
+    const Rates rates = rates_for(pass);
+    const StreamPlan plan = decide(pass, rates);
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        last_plan_  = plan.print();
+        last_rates_ = rates.print();
+    }
+    if (!plan.streams) return on_cpu();
+    if (pass.x && (is_elsewhere || plan.n_cpu_experts) && !pass.x->to_host()) return on_cpu();
+    RunStatus status;
+    return stream(pass, plan, devices, status, error) ? status : on_cpu();
+}
+
+RunStatus Streams::run(const MoeLayer & given, const RunOptions & options, Workspace & work, StreamContext & context, const DeviceInput * x,
+                       char * error) {
+    MoeLayer layer = given;
+    protect_inputs(layer, work);
+    const auto experts = ahead_.known(experts_of(layer));
+    std::vector<int64_t> rows(size_t(experts->n_expert()), 0);
+    const int64_t per_pass = tokens_per_pass(layer, *experts);
+    const bool in_one = per_pass >= layer.ids.n_tokens;
+    if (!in_one && x && !x->to_host()) {
+        snprintf(error, 512, "%s: the device lost the input of %s", x->gpu->name.c_str(), experts->name().c_str());
+        return RunStatus::failed;
+    }
+    for (int64_t t0 = 0; t0 < layer.ids.n_tokens; t0 += per_pass) {
+        const MoeLayer part = tokens_of(layer, t0, std::min(per_pass, layer.ids.n_tokens - t0));
+        Pass pass{part, experts, options, work, context.route, in_one ? x : nullptr, {}};
+        const RunStatus status = run_pass(pass, error);
+        if (status != RunStatus::ok) return status;
+        for (size_t e = 0; e < rows.size(); e++) rows[e] += context.route.n_rows(int64_t(e));
+    }
+    ahead_.note(context.previous.get(), experts, rows);
+    context.previous = experts;
+    return RunStatus::ok;
+}
+
+void Streams::forget() {
+    std::vector<DeviceStream *> open;
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        for (const auto & d : devices_) open.push_back(d.get());
+    }
+    ahead_.forget();
+    for (DeviceStream * d : open) d->forget();
+}
+
+}  // namespace hybrid_moe

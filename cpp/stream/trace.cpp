@@ -1,0 +1,80 @@
+// The trace's file: an array of events that is valid for its readers even when the process ends in the middle.
+#include "stream/trace.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+namespace hybrid_moe {
+namespace {
+
+FILE *                     file = nullptr;  // set once, before any thread of ours runs
+std::mutex                 mutex;
+std::map<std::string, int> pids;   // lanes in the viewer: one process per device, one thread per lane
+std::map<std::string, int> tids;
+
+std::string escaped(const std::string & text) {
+    std::string out;
+    for (const char c : text) {
+        if (c == '"' || c == '\\') out += '\\';
+        out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
+    }
+    return out;
+}
+
+int number_of(std::map<std::string, int> & numbers, const std::string & key, bool & is_new) {
+    const auto [i, inserted] = numbers.emplace(key, int(numbers.size()) + 1);
+    is_new = inserted;
+    return i->second;
+}
+
+void name_it(const char * kind, int pid, int tid, const std::string & name) {
+    fprintf(file, "{\"ph\":\"M\",\"name\":\"%s\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}},\n", kind, pid, tid, escaped(name).c_str());
+}
+
+void finish() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    fprintf(file, "{\"ph\":\"i\",\"name\":\"end\",\"pid\":0,\"tid\":0,\"s\":\"g\",\"ts\":%.3f}]\n", double(now_ns()) / 1e3);
+    fflush(file);
+}
+
+}  // namespace
+
+int64_t now_ns() {
+    using namespace std::chrono;
+    return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+std::string open_trace(const char * path) {
+    file = fopen(path, "we");
+    if (!file) return std::string("hybrid-moe: HYBRID_MOE_TRACE=") + path + " cannot be written: " + strerror(errno);
+    fprintf(file, "[\n");
+    atexit(finish);
+    return std::string();
+}
+
+bool is_tracing() { return file != nullptr; }
+
+void trace_span(const std::string & process, const char * lane, const char * name, int64_t begin_ns, int64_t end_ns,
+                const std::string & layer, int64_t i_expert, int64_t n_rows, uint64_t n_bytes) {
+    if (!file) return;
+    const std::lock_guard<std::mutex> lock(mutex);
+    bool is_new;
+    const int pid = number_of(pids, process, is_new);
+    if (is_new) name_it("process_name", pid, 0, process);
+    const int tid = number_of(tids, process + "/" + lane, is_new);
+    if (is_new) name_it("thread_name", pid, tid, lane);
+    fprintf(file, "{\"ph\":\"X\",\"name\":\"%s\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f,\"args\":{\"layer\":\"%s\"", name,
+            pid, tid, double(begin_ns) / 1e3, double(end_ns - begin_ns) / 1e3, escaped(layer).c_str());
+    if (i_expert >= 0) fprintf(file, ",\"expert\":%" PRId64, i_expert);
+    fprintf(file, ",\"rows\":%" PRId64 ",\"bytes\":%" PRIu64 "}},\n", n_rows, n_bytes);
+}
+
+}  // namespace hybrid_moe

@@ -1,0 +1,194 @@
+// DeviceStream: the upload thread. One decision after another, each with the lock held; the work itself without it.
+#include "stream/device_stream.h"
+
+#include "stream/trace.h"
+
+namespace hybrid_moe {
+namespace {
+
+// Copies queued at once. The link must never wait for this thread to wake up.
+constexpr size_t max_uploading = 4;
+
+double seconds(int64_t ns) { return double(ns) * 1e-9; }
+
+}  // namespace
+
+void DeviceStream::upload_loop() {
+    Lock lock(mutex_);
+    while (!stop_) {
+        if (upload_step(lock)) continue;
+        release_when_idle(lock);
+        // Experts that others are predicted to finish earlier may become ours as time passes.
+        const bool ask_again = job_ && !all_sent_;
+        changed_.wait_for(lock, ask_again ? std::chrono::microseconds(500) : std::chrono::microseconds(200'000));
+    }
+    while (!uploading_.empty()) reap_upload(lock);
+}
+
+DeviceStream::Slot * DeviceStream::free_slot() {
+    for (const auto & slot : slots_) {
+        if (slot->state == Slot::free) return slot.get();
+    }
+    return nullptr;
+}
+
+// Does one thing; false when there is nothing to do now.
+bool DeviceStream::upload_step(Lock & lock) {
+    const bool has_job = job_ && !job_ended_ && !job_->is_cancelled();
+    if (has_job && !inputs_sent_) return send_inputs(lock);
+    if (uploading_.size() >= max_uploading) {
+        reap_upload(lock);
+        return true;
+    }
+    Slot * slot = free_slot();
+    if (has_job && !all_sent_ && slot) {
+        if (const auto expert = job_->queue.take(i_worker_, seconds(now_ns()))) return start_fill(lock, *slot, job_->experts, *expert, false);
+        if (job_->queue.is_empty()) {
+            all_sent_ = true;
+            changed_.notify_all();
+        }
+    }
+    const bool is_busy = has_job && !all_sent_ && !slot;
+    if (next_ && !next_order_.empty() && slot && !is_busy) {
+        const int64_t expert = next_order_.front();
+        next_order_.pop_front();
+        return start_fill(lock, *slot, next_, expert, true);
+    }
+    if (uploading_.empty()) return false;
+    reap_upload(lock);
+    return true;
+}
+
+bool DeviceStream::send_inputs(Lock & lock) {
+    LayerJob & job = *job_;
+    inputs_sent_ = true;
+    uploading_.push_back(nullptr);
+    const int64_t begin = now_ns();
+    lock.unlock();
+    std::string trouble;
+    try {
+        const BatchTensors & b = *batch_;
+        if (b.x) {
+            const size_t row = size_t(b.shape.n_embd_in) * sizeof(float);
+            const MoeLayer & l = job.layer;
+            if (l.n_x_slots == 1 || l.x_slot_stride * l.n_x_slots == l.x_token_stride) {
+                const int64_t stride = l.n_x_slots == 1 ? l.x_token_stride : l.x_slot_stride;
+                filler_.send_rows(upload_, b.x, l.x, b.shape.n_x_rows, row, stride);
+            } else {
+                for (int64_t t = 0; t < l.ids.n_tokens; t++) {
+                    for (int64_t s = 0; s < l.n_x_slots; s++) {
+                        filler_.send(upload_, b.x, l.x + t * l.x_token_stride + s * l.x_slot_stride, size_t(t * l.n_x_slots + s) * row, row);
+                    }
+                }
+            }
+        }
+        filler_.send(upload_, b.x_index, job.index.x_row.data(), 0, job.index.x_row.size() * sizeof(int32_t));
+        filler_.send(upload_, b.y_index, job.index.y_row.data(), 0, job.index.y_row.size() * sizeof(int32_t));
+        filler_.send(upload_, b.weight, job.index.weight.data(), 0, job.index.weight.size() * sizeof(float));
+        const Projection * projections[n_parts] = {&job.layer.gate, &job.layer.up, &job.layer.down};
+        for (size_t i = 0; i < n_parts; i++) {
+            const Projection & p = *projections[i];
+            if (!b.bias[i] || !p.bias.data) continue;
+            for (int64_t e = 0; e < b.shape.n_bias_experts; e++) {
+                filler_.send(upload_, b.bias[i], p.bias.of(e), size_t(e) * b.bias[i]->nb[1], size_t(p.n_rows) * sizeof(float));
+            }
+        }
+        inputs_fence_.set(upload_);
+    } catch (const std::exception & e) {
+        trouble = e.what();
+    }
+    lock.lock();
+    link_free_ns_ = std::max(link_free_ns_, begin);
+    if (!trouble.empty()) fail(trouble);
+    if (batch_->x) counters_.in_bytes += size_t(batch_->shape.n_embd_in * batch_->shape.n_x_rows) * sizeof(float);
+    return true;
+}
+
+bool DeviceStream::start_fill(Lock & lock, Slot & slot, std::shared_ptr<const LayerExperts> experts, int64_t i_expert, bool is_ahead) {
+    slot.state    = Slot::filling;
+    slot.experts  = experts;
+    slot.i_expert = i_expert;
+    slot.is_ahead = is_ahead;
+    slot.is_claimed = !is_ahead;
+    slot.begin_ns = now_ns();
+    uploading_.push_back(&slot);
+    if (is_ahead) n_reading_ahead_++;
+    const Kernels & kernels = *settings_.kernels;
+    lock.unlock();
+    const char * damage = nullptr;
+    std::string trouble;
+    try {
+        if (!slot.shape || !slot.shape->has_shape_of(*experts)) {
+            auto tensors = std::make_unique<SlotTensors>(*experts);
+            tensors->place(gpu_, slot.memory);
+            slot.tensors.swap(tensors);
+            slot.shape = experts;
+            const Lock again(mutex_);
+            retired_.push_back(std::move(tensors));
+        }
+        damage = filler_.fill(upload_, *experts, i_expert, *slot.tensors, kernels);
+        slot.uploaded.set(upload_);
+    } catch (const std::exception & e) {
+        trouble = e.what();
+    }
+    lock.lock();
+    if (!damage && trouble.empty()) return true;
+    // Damaged weights end the layer that computes them; ahead of time they are nobody's problem yet.
+    slot.i_expert = -1;
+    if (is_ahead && trouble.empty()) next_order_.clear();
+    else fail(damage ? damage : trouble, damage != nullptr);
+    return true;
+}
+
+// Waits for the oldest copy and hands its slot on.
+void DeviceStream::reap_upload(Lock & lock) {
+    Slot * slot = uploading_.front();
+    lock.unlock();
+    (slot ? slot->uploaded : inputs_fence_).wait();
+    const int64_t end = now_ns();
+    lock.lock();
+    uploading_.pop_front();
+    const int64_t begin = slot ? std::max(slot->begin_ns, link_free_ns_) : std::max(job_began_, link_free_ns_);
+    link_free_ns_ = end;
+    if (!slot) {
+        inputs_there_ = true;
+        if (job_) trace_span(gpu_.name, "upload", "inputs", begin, end, job_->experts->name(), -1, job_->layer.ids.n_tokens, counters_.in_bytes);
+    } else {
+        const size_t bytes = slot->experts->device_bytes();
+        counters_.upload_ns += end - begin;
+        counters_.expert_bytes += bytes;
+        if (slot->is_ahead) {
+            counters_.ahead_bytes += bytes;
+            n_reading_ahead_--;
+        }
+        trace_span(gpu_.name, "upload", slot->is_ahead ? "expert ahead" : "expert", begin, end, slot->experts->name(), slot->i_expert, 0, bytes);
+        const bool is_wanted = slot->i_expert >= 0 && (!slot->is_claimed || (job_ && !job_ended_ && !job_->is_cancelled()));
+        slot->state = is_wanted ? Slot::ready : Slot::free;
+        if (is_wanted && slot->is_claimed) ready_.push_back(slot);
+    }
+    if (uploading_.empty()) {
+        // Some back ends keep what they queued until they are synchronised as a whole.
+        lock.unlock();
+        upload_.synchronize();
+        lock.lock();
+    }
+    changed_.notify_all();
+}
+
+void DeviceStream::release_when_idle(Lock & lock) {
+    if (job_ || slots_.empty() || now_ns() - last_use_ns_ < settings_.idle_ns) return;
+    lock.unlock();
+    {
+        const std::unique_lock<std::mutex> nobody(lease_, std::try_to_lock);
+        lock.lock();
+        if (!nobody || job_ || now_ns() - last_use_ns_ < settings_.idle_ns || !uploading_.empty()) return;
+        next_.reset();
+        next_order_.clear();
+        slots_.clear();
+        batch_.reset();
+        batch_memory_.reset();
+        slot_bytes_ = 0;
+    }
+}
+
+}  // namespace hybrid_moe
