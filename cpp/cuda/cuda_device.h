@@ -15,7 +15,7 @@
 
 namespace hybrid_moe {
 
-// One matrix to expand; all three pointers are device memory. Experts whose codes and scales follow one another without a
+// One matrix to expand; all three pointers are device memory, and `out` overlaps neither of the others. Experts whose codes and scales follow one another without a
 // gap are one matrix of n_expert x n_rows rows when n_rows is a multiple of block_rows.
 struct Fp8Expansion {
     const void * codes;       // [n_rows][k] E4M3FN; fastest when a multiple of 16
@@ -36,18 +36,20 @@ public:
     CudaDevice(const CudaDevice &) = delete;
     CudaDevice & operator=(const CudaDevice &) = delete;
 
+    const std::string & name() const { return name_; }  // such as "CUDA device 0000:01:00.0"
+
     // Whether expand_fp8 works here; if not, a sentence that says why. Pinning works without.
     bool can_expand() const { return why_no_kernels_.empty(); }
     const std::string & why_not_expand() const { return why_no_kernels_; }
 
-    // Pins all pages that [begin, begin + bytes) touches, for all devices of the process, in pieces of at most 2 GiB; nothing
-    // stays pinned when it fails. read_only: the memory is mapped without write permission, as model files are. A page can be
-    // pinned once per process, so ranges must not share pages: pin whole mappings, on one device.
+    // Pins all pages that [begin, begin + bytes) touches, in pieces of at most 2 GiB; nothing stays pinned when it fails.
+    // read_only: the memory is mapped without write permission, as model files are. Holds for all CUDA devices of the process,
+    // as long as this object lives. A page can be pinned once per process: pin whole mappings, through one device.
     bool register_host(const void * begin, size_t bytes, bool read_only, std::string & why);
     // The range that began there. The memory must not have been unmapped before. Copies from it must have ended.
     bool unregister_host(const void * begin, std::string & why);
-    // How many bytes from p on lie in one pinned piece; 0 when p is not pinned. A copy must not cross the end of a piece: the
-    // driver documents it for whole allocations only.
+    // How many bytes from p on lie in one pinned piece; 0 when p is not pinned (through this device). Cut copies there: the
+    // driver refuses those of partly pinned ranges, and whether two pieces are one range to it is not documented.
     size_t pinned_bytes_from(const void * p) const;
 
     // Starts the kernel on a stream of its own and returns. The bytes must have arrived, i.e. the caller has synchronised
@@ -72,7 +74,7 @@ private:
     std::string failed(const char * symbol, CudaResult result) const;
 
     std::unique_ptr<const CudaDriver> driver_;
-    std::string name_;               // "CUDA device 0000:01:00.0", for messages
+    std::string name_;
     int         device_      = -1;   // valid when retained_
     bool        retained_    = false;
     CudaHandle  context_     = nullptr;

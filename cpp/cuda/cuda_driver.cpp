@@ -58,7 +58,10 @@ std::unique_ptr<const CudaDriver> load_cuda_driver(const char * library, std::st
     if (const char * missing = bind_functions(handle, *driver)) {
         return give_up(std::string(library) + " has no function " + missing + ": update NVIDIA's driver");
     }
-    if (const CudaResult r = driver->init(0)) return give_up(driver->failure("cuInit", r));
+    if (const CudaResult r = driver->init(0)) {
+        why = driver->failure("cuInit", r);
+        return nullptr;
+    }
     return driver;
 }
 

@@ -51,8 +51,8 @@ struct CudaDriver {
 
 std::string cuda_version_text(int version);  // "12.4" for 12040
 
-// Opens the library (it is never closed: the driver has threads of its own), checks its version and starts it. Null with a
-// sentence in `why` when there is none, it is too old, or it finds no device.
+// Opens the library, checks its version and starts it; once started it is never closed, for it may have threads. Null with
+// a sentence in `why` when there is none, it is too old, or it finds no device.
 std::unique_ptr<const CudaDriver> load_cuda_driver(const char * library, std::string & why);
 
 }  // namespace hybrid_moe

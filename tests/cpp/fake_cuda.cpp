@@ -42,7 +42,7 @@ int need_context(const char * name) {
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 #define RETURN_IF(error) \
-    if (const int e = error) return e
+    if (const int early = error) return early
 
 EXPORTED FakeCuda & fake_cuda() { return state; }
 
