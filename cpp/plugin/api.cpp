@@ -2,6 +2,7 @@
 #include "plugin/api.h"
 
 #include "checkpoint/expert_table.h"
+#include "cuda/kernel_image.h"
 #include "kernels/measure.h"
 #include "moe/expert_matmul.h"
 #include "plugin/device.h"
@@ -228,6 +229,8 @@ int hybrid_moe_measure_team(const char * provider, int n_threads, double gap_us,
     choose_team_provider(before.c_str());
     return could ? 0 : fail("the host has no OpenMP team in this process");
 }
+
+const char * hybrid_moe_cuda_kernels(void) { return kernel_image().architectures; }
 
 const char * hybrid_moe_judge_version(const char * version) {
     thread_local std::string verdict;

@@ -26,6 +26,9 @@ HYBRID_MOE_API const char * hybrid_moe_team(void);
 HYBRID_MOE_API const char * hybrid_moe_pin(void);
 HYBRID_MOE_API const char * hybrid_moe_available_isas(void);
 
+// What the embedded CUDA kernels were compiled for, such as "sm_75 sm_90 compute_75"; empty when this library has none.
+HYBRID_MOE_API const char * hybrid_moe_cuda_kernels(void);
+
 // {matmuls, token rows, weight bytes, experts by dot, experts by gemm, whole layers} since the process started.
 HYBRID_MOE_API void hybrid_moe_counters(uint64_t out[6]);
 

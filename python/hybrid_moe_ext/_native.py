@@ -121,6 +121,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         ctypes.c_int,
         [ctypes.c_char_p, ctypes.c_int, ctypes.c_double, ctypes.c_int, ctypes.c_double, ctypes.c_int, ctypes.c_void_p],
     ),
+    "hybrid_moe_cuda_kernels": (ctypes.c_char_p, []),
     "hybrid_moe_judge_version": (ctypes.c_char_p, [ctypes.c_char_p]),
 }
 

@@ -1,0 +1,299 @@
+"""The CUDA part without a GPU: arithmetic on the CPU, what was compiled, the driver API against a fake driver, and the build's
+own choices. On a machine with an NVIDIA GPU also the real kernels (test_on_real_devices)."""
+
+import os
+import platform
+import re
+import shutil
+import stat
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+from hybrid_moe_ext import _native, library_path
+
+CPP = ROOT / "tests" / "cpp"
+ENTRIES = ("hybrid_moe_fp8_to_bf16", "hybrid_moe_fp8_to_f16")
+KERNELS = _native.library().hybrid_moe_cuda_kernels().decode().split()
+needs_kernels = pytest.mark.skipif(not KERNELS, reason="the plug-in was built without nvcc, so it has no CUDA kernels")
+CUDA_EM, PTX, ELF = 190, 1, 2  # the machine of GPU code in ELF; kinds of entries of a fatbin
+
+
+def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0", **environ}
+    env.pop("LD_PRELOAD", None)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
+
+
+def tools() -> None:
+    if shutil.which("cmake") is None or shutil.which("c++") is None:
+        pytest.skip("no CMake or no C++ compiler on this machine")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory) -> Path:
+    tools()
+    build = tmp_path_factory.mktemp("cuda")
+    for command in (["-S", CPP, "-B", build], ["--build", build, "--target", "cuda-tests"]):
+        done = run("cmake", *command)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return build
+
+
+def test_arithmetic_and_indices_on_the_cpu(programs):
+    """Every code times thousands of scales against float64; ragged matrices and unaligned ones in exact memory."""
+    done = run(programs / "test-cuda-body")
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["ok"]), done.stdout + done.stderr
+
+
+def test_driver_calls_against_a_fake_driver(programs):
+    """Order, contexts, every call failing once, undone pinning, wrong input, old and missing drivers."""
+    fakes = [programs / fake / "libcuda.so.1" for fake in ("fake-cuda", "fake-cuda-old")]
+    done = run(programs / "test-cuda-device", *fakes)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["ok"]), done.stdout + done.stderr
+
+
+def test_declarations_agree_with_the_toolkit(programs):
+    if not (programs / "check-cuda-header").exists():
+        pytest.skip("no cuda.h on this machine to compare our declarations with")
+    done = run(programs / "check-cuda-header")
+    assert done.returncode == 0 and done.stdout.startswith("cuda.h of CUDA "), done.stdout
+
+
+def test_the_program_for_real_devices_finds_faults(programs):
+    """On the fake driver, by the name and the way that the real one is found."""
+    done = run(programs / "run-cuda-kernel", "quick", LD_LIBRARY_PATH=str(programs / "fake-cuda"))
+    if not KERNELS:
+        assert done.returncode == 77 and "built without CUDA kernels" in done.stdout
+        return
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["ok"]), done.stdout + done.stderr
+    assert "20 matrices as on the CPU" in done.stdout and "fake device" in done.stdout
+    old = run(programs / "run-cuda-kernel", "quick", LD_LIBRARY_PATH=str(programs / "fake-cuda-old"))
+    assert old.returncode == 1 and "has no function cuDevicePrimaryCtxRelease_v2" in old.stdout
+
+
+def test_on_real_devices(programs):
+    done = run(programs / "run-cuda-kernel")
+    if done.returncode == 77:
+        pytest.skip(done.stdout.strip().removeprefix("skipped: "))
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["ok"]), done.stdout + done.stderr
+
+
+def fatbin_entries() -> list[tuple[int, int, bytes]]:
+    """(kind, architecture, content) of everything in the fatbin inside the plug-in."""
+    library = library_path().read_bytes()
+    start = library.index(struct.pack("<IHH", 0xBA55ED50, 1, 16))
+    (size,) = struct.unpack_from("<Q", library, start + 8)
+    at, end, entries = start + 16, start + 16 + size, []
+    while at < end:
+        kind, _, header, content = struct.unpack_from("<HHIQ", library, at)
+        (architecture,) = struct.unpack_from("<I", library, at + 28)
+        entries.append((kind, architecture, library[at + header : at + header + content]))
+        at += header + content
+    assert at == end
+    return entries
+
+
+@needs_kernels
+def test_architectures_and_entry_points_in_the_library():
+    entries = fatbin_entries()
+    names = {PTX: "compute_", ELF: "sm_"}
+    assert sorted(names[kind] + str(architecture) for kind, architecture, _ in entries) == sorted(KERNELS)
+    for kind, architecture, content in entries:
+        if kind == ELF:
+            assert content[:4] == b"\x7fELF" and struct.unpack_from("<H", content, 18) == (CUDA_EM,)
+            assert all(b".text." + entry.encode() + b"\0" in content for entry in ENTRIES)
+        else:
+            assert f".target sm_{architecture}" in content.decode(errors="replace")
+            assert all(f".entry {entry}(".encode() in content for entry in ENTRIES)
+
+
+@needs_kernels
+def test_every_promised_generation_is_served():
+    """Code for the generation itself where nvcc has it, and PTX that later ones compile."""
+    own = {int(name[3:]) for name in KERNELS if name.startswith("sm_")}
+    ptx = {int(name[8:]) for name in KERNELS if name.startswith("compute_")}
+    nvcc = shutil.which("nvcc")
+    if nvcc is not None:
+        known = {int(a) for a in re.findall(r"sm_(\d+)\b", run(nvcc, "--list-gpu-code").stdout)}
+        assert own == known & {75, 80, 86, 89, 90, 120}
+    assert ptx == {min(own), max(own)}
+    for generation in range(min(own), 200):
+        same_major = any(a // 10 == generation // 10 and a <= generation for a in own)
+        assert same_major or any(p <= generation for p in ptx)
+
+
+def ptx_texts() -> list[str]:
+    """The PTX for the oldest generation, from the fatbin and as the text beside it."""
+    library = library_path().read_bytes()
+    starts = [m.start() for m in re.finditer(rb"\n\.version [0-9.]+\n\.target sm_", library)]
+    return [library[start : library.index(b"\0", start)].decode() for start in starts]
+
+
+@needs_kernels
+def test_ptx_uses_what_every_generation_has():
+    texts = ptx_texts()
+    assert len(texts) == len({k for k in KERNELS if k.startswith("compute_")}) + 1
+    for text in texts:
+        for entry in ENTRIES:  # sizeof(Fp8Job)
+            assert re.search(rf"\.param \.align 8 \.b8 {entry}_param_0\[64\]", text)
+        # No other floating-point instruction: no FP8, BF16 or F16, nothing fused, no subnormals flushed. Without ".rn" the
+        # driver's compiler might fuse.
+        floats = set(re.findall(r"\b(?:\w+\.)+(?:b?f16|b?f16x2|f32|f64|e4m3|e4m3x2|e5m2)\b", text))
+        assert {"mul.rn.f32", "add.rn.f32"} <= floats
+        assert floats <= {"mul.rn.f32", "add.rn.f32", "ld.global.f32", "mov.f32", "mov.b32.f32", "selp.f32"}, floats
+        assert text.count("ld.global.v4.u32") == 2 and text.count("st.global.v4.u32") == 4  # wide, in both kernels
+
+
+@needs_kernels
+def test_ptx_for_old_drivers_is_valid(tmp_path):
+    """nvcc writes its own PTX version, which older drivers refuse: one copy has the version that sm_75 came with."""
+    if "compute_75" not in KERNELS:
+        pytest.skip("this nvcc has no sm_75")
+    old = [text for text in ptx_texts() if text.startswith("\n.version 6.3\n.target sm_75")]
+    assert len(old) == 1
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        pytest.skip("no ptxas on this machine to assemble it with")
+    (tmp_path / "old.ptx").write_text(old[0])
+    done = run(ptxas, "-arch=sm_75", tmp_path / "old.ptx", "-o", tmp_path / "old.cubin")
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_cuda_library_is_linked():
+    readelf = shutil.which("readelf")
+    if readelf is None:
+        pytest.skip("no readelf on this machine")
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", run(readelf, "-d", library_path()).stdout)
+    assert needed and not [name for name in needed if "cu" in name.lower() or "nv" in name.lower()]
+
+
+# The build: what AUTO, ON and OFF do with and without a compiler that works.
+
+PROJECT = f"""
+cmake_minimum_required(VERSION 3.21)
+project(probe LANGUAGES CXX)
+set(CMAKE_CXX_STANDARD 20)
+add_executable(probe probe.cpp)
+include({ROOT}/cpp/cuda/cuda.cmake)
+hybrid_moe_add_cuda(probe)
+target_include_directories(probe PRIVATE {ROOT}/cpp)
+target_link_libraries(probe PRIVATE ${{CMAKE_DL_LIBS}})
+"""
+PROBE = """
+#include "cuda/cuda_device.h"
+#include <cstdio>
+int main() {
+    std::string why;
+    const auto device = hybrid_moe::open_cuda_device("0000:01:00.0", why, "/no/such/library");
+    printf("%d [%s] [%s] %s", hybrid_moe::cuda_kernels_built(), hybrid_moe::kernel_image().architectures,
+           hybrid_moe::kernel_image().toolkit, why.c_str());
+    return device != nullptr;
+}
+"""
+FAKE_NVCC = """#!/bin/sh
+echo "$*" >> "$(dirname "$0")/calls"
+case "$*" in
+*--version*) echo "Cuda compilation tools, release 12.4, V12.4.131" ;;
+*--list-gpu-code*) printf 'sm_52\\nsm_75\\nsm_80\\nsm_86\\nsm_90\\n' ;;
+*) while [ "$1" != -o ]; do shift; done; printf '//\\n.version 8.4\\n.target sm_75\\n' > "$2" ;;
+esac
+"""
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    tools()
+    (tmp_path / "CMakeLists.txt").write_text(PROJECT)
+    (tmp_path / "probe.cpp").write_text(PROBE)
+    return tmp_path
+
+
+def configure(project: Path, *options: str, nvcc: str | None = None) -> subprocess.CompletedProcess[str]:
+    if nvcc is not None:
+        path = project / "nvcc"
+        path.write_text(nvcc)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        options = (*options, f"-DHYBRID_MOE_NVCC={path}")
+    return run("cmake", "-S", project, "-B", project / "build", *options)
+
+
+def probe(project: Path) -> str:
+    done = run("cmake", "--build", project / "build")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run(project / "build" / "probe").stdout
+
+
+NO_DRIVER = "NVIDIA's driver library /no/such/library cannot be opened"
+
+
+def without_nvcc() -> str:
+    """An option that hides nvcc from CMake."""
+    folders = {folder for folder in os.environ["PATH"].split(":") if (Path(folder) / "nvcc").exists()}
+    return "-DCMAKE_IGNORE_PATH=" + ";".join([*folders, "/usr/local/cuda/bin", "/opt/cuda/bin"])
+
+
+def test_auto_without_nvcc_builds_without_kernels(project):
+    done = configure(project, without_nvcc())
+    assert done.returncode == 0 and "CUDA kernels: none, nvcc is not found" in done.stdout
+    assert probe(project).startswith(f"0 [] [] {NO_DRIVER}")
+
+
+@pytest.mark.parametrize(
+    "nvcc, reason",
+    [
+        ("#!/bin/sh\necho broken >&2\nexit 3\n", "broken"),
+        (FAKE_NVCC.replace("printf '//", "echo no such header >&2; exit 1; printf '//"), "no such header"),
+        (FAKE_NVCC.replace("release 12.4", "of some kind"), "names no release"),
+        (FAKE_NVCC.replace("sm_75\\nsm_80\\nsm_86\\nsm_90", "sm_61"), "has none of the architectures 75 80"),
+    ],
+)
+def test_a_broken_nvcc_breaks_no_build_unless_told_to(project, nvcc, reason):
+    done = configure(project, nvcc=nvcc)
+    assert done.returncode == 0, done.stderr
+    assert re.search(f"CMake Warning .*CUDA kernels: none. .*{reason}", " ".join(done.stderr.split()))
+    assert probe(project).startswith("0 [] []")
+    done = configure(project, "-DHYBRID_MOE_CUDA=ON", nvcc=nvcc)
+    assert done.returncode != 0
+    assert re.search(f"HYBRID_MOE_CUDA=ON: .*{reason}", " ".join(done.stderr.split()))
+
+
+def test_on_without_nvcc_says_so(project):
+    done = configure(project, "-DHYBRID_MOE_CUDA=ON", without_nvcc())
+    assert done.returncode != 0 and "HYBRID_MOE_CUDA=ON: nvcc is not found" in " ".join(done.stderr.split())
+
+
+def test_off_asks_no_nvcc(project):
+    done = configure(project, "-DHYBRID_MOE_CUDA=off", nvcc=FAKE_NVCC)
+    assert done.returncode == 0 and "CUDA kernels: off" in done.stdout
+    assert not (project / "calls").exists()
+
+
+def test_another_word_is_refused(project):
+    done = configure(project, "-DHYBRID_MOE_CUDA=maybe")
+    assert done.returncode != 0 and "HYBRID_MOE_CUDA=maybe: must be AUTO, ON or OFF" in done.stderr
+
+
+def test_a_cross_compilation_asks_no_nvcc(project):
+    options = ["-DCMAKE_SYSTEM_NAME=Linux", f"-DCMAKE_SYSTEM_PROCESSOR={platform.machine()}"]
+    done = configure(project, *options, nvcc=FAKE_NVCC)
+    assert done.returncode == 0 and "off, because this is a cross-compilation" in done.stdout, done.stderr
+    assert not (project / "calls").exists()
+
+
+def test_an_older_nvcc_compiles_what_it_knows_and_only_once(project):
+    """Four of the architectures; the second configuration finds nothing to do, a changed list does."""
+    done = configure(project, nvcc=FAKE_NVCC)
+    assert "CUDA kernels: sm_75 sm_80 sm_86 sm_90 compute_75 compute_90 (nvcc 12.4)" in done.stdout, done.stderr
+    calls = (project / "calls").read_text()
+    assert calls.count("-fatbin") == 1 and calls.count("-ptx") == 1
+    assert "-gencode arch=compute_90,code=compute_90" in calls and "-fmad=false" in calls and "120" not in calls
+    assert probe(project).startswith("1 [sm_75 sm_80 sm_86 sm_90 compute_75 compute_90] [12.4]")
+    configure(project)
+    assert (project / "calls").read_text().count("-fatbin") == 1
+    done = configure(project, "-DHYBRID_MOE_CUDA_ARCHITECTURES=80")
+    assert "CUDA kernels: sm_80 compute_80 (nvcc 12.4)" in done.stdout
+    assert (project / "calls").read_text().count("-fatbin") == 2
