@@ -105,7 +105,7 @@ std::string CopyRegistry::describe() const {
            ", \"huge_pages\": " + number(pages.huge) + ", \"troubles\": [" + troubles + "]}";
 }
 
-ExpertCopy::ExpertCopy(int64_t n_expert, int64_t n_rows, size_t row_bytes, std::vector<RowPart> parts)
+ExpertCopy::ExpertCopy(int64_t n_expert, int64_t n_rows, size_t row_bytes, std::vector<RowPart> parts, const ArenaSource & source)
     : n_expert_(uint64_t(n_expert)), row_bytes_(row_bytes), expert_bytes_(uint64_t(n_rows) * row_bytes),
       parts_(std::move(parts)), is_there_(new std::atomic<bool>[size_t(n_expert)]()) {
     std::vector<int> node_of_arena;
@@ -121,7 +121,8 @@ ExpertCopy::ExpertCopy(int64_t n_expert, int64_t n_rows, size_t row_bytes, std::
         stride_[i] += uint64_t(part.row1 - part.row0) * row_bytes;
     }
     for (size_t i = 0; i < stride_.size(); i++) {
-        arenas_.push_back(std::make_unique<Arena>(size_t(stride_[i] * n_expert_), node_of_arena[i]));
+        const size_t n_bytes = size_t(stride_[i] * n_expert_);
+        arenas_.push_back(source ? source(n_bytes, node_of_arena[i]) : std::make_unique<Arena>(n_bytes, node_of_arena[i]));
     }
     CopyRegistry::get().add(this);
 }
@@ -156,7 +157,7 @@ const uint8_t * ExpertCopy::rows_at(int64_t i_expert, int64_t row, int64_t & row
 }
 
 std::shared_ptr<ExpertCopy> shared_copy(const std::string & name, const std::vector<FilePiece> & pieces, int64_t n_expert,
-                                        int64_t n_rows, size_t row_bytes) {
+                                        int64_t n_rows, size_t row_bytes, const ArenaSource & source) {
     CopyRegistry & registry = CopyRegistry::get();
     const CopyRegistry::Key key = {pieces, n_expert, n_rows, row_bytes};
     uint64_t to_come;
@@ -178,7 +179,7 @@ std::shared_ptr<ExpertCopy> shared_copy(const std::string & name, const std::vec
         return nullptr;
     }
     try {
-        auto copy = std::make_shared<ExpertCopy>(n_expert, n_rows, row_bytes, divide_rows(n_rows));
+        auto copy = std::make_shared<ExpertCopy>(n_expert, n_rows, row_bytes, divide_rows(n_rows), source);
         std::shared_ptr<ExpertCopy> other;  // goes after the lock, which its destructor takes
         const std::lock_guard<std::mutex> lock(registry.mutex);
         std::weak_ptr<ExpertCopy> & slot = registry.by_key[key];

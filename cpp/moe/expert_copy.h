@@ -9,6 +9,7 @@
 #include <compare>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -25,10 +26,13 @@ struct FilePiece {
 
 // The experts of one tensor: [n_expert][n_rows][row_bytes], each node's rows together in an arena of that node. An expert
 // is copied when it is first asked for: opening a model reads none.
+// Where the memory of a copy comes from: n_bytes on that node. Empty: ordinary memory.
+using ArenaSource = std::function<std::unique_ptr<Arena>(size_t n_bytes, int node)>;
+
 class ExpertCopy {
 public:
     // Throws std::runtime_error when there is no address space.
-    ExpertCopy(int64_t n_expert, int64_t n_rows, size_t row_bytes, std::vector<RowPart> parts);
+    ExpertCopy(int64_t n_expert, int64_t n_rows, size_t row_bytes, std::vector<RowPart> parts, const ArenaSource & source);
     ~ExpertCopy();
     ExpertCopy(const ExpertCopy &) = delete;
     ExpertCopy & operator=(const ExpertCopy &) = delete;
@@ -67,7 +71,7 @@ private:
 // The copy for a tensor of these pieces (one per expert, or one for all), shared with whoever has it already. Null when
 // memory does not suffice, which is noted (note_trouble): the bytes are then used where they are.
 std::shared_ptr<ExpertCopy> shared_copy(const std::string & name, const std::vector<FilePiece> & pieces, int64_t n_expert,
-                                        int64_t n_rows, size_t row_bytes);
+                                        int64_t n_rows, size_t row_bytes, const ArenaSource & source = {});
 
 // What is held now, as a JSON object; when nothing is held, what was held last if `or_last`. Asks the kernel where every page is.
 std::string describe_copies(bool or_last);

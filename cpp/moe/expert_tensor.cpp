@@ -77,8 +77,8 @@ void ExpertTensor::expect_first_use() {
     if (!ready_) ready_.reset(new std::atomic<bool>[size_t(shape_.n_expert)]());
 }
 
-bool ExpertTensor::copy_to_memory() {
-    if (!origin_.empty()) copy_ = shared_copy(name_, origin_, shape_.n_expert, shape_.n_rows, shape_.row_bytes);
+bool ExpertTensor::copy_to_memory(const ArenaSource & source) {
+    if (!origin_.empty()) copy_ = shared_copy(name_, origin_, shape_.n_expert, shape_.n_rows, shape_.row_bytes, source);
     if (copy_) expect_first_use();
     return bool(copy_);
 }

@@ -62,7 +62,10 @@ public:
     void set_origin(std::vector<FilePiece> pieces) { origin_ = std::move(pieces); }
     // From now on experts are copied to memory at their first use. False when the origin is not known or memory does not
     // suffice: they are then used where they are.
-    bool copy_to_memory();
+    bool copy_to_memory(const ArenaSource & source = {});
+    // Something that lives as long as the tensor: pins of its bytes.
+    void hold(std::shared_ptr<void> thing) { held_ = std::move(thing); }
+    bool is_held() const { return bool(held_); }
     bool is_copied() const { return bool(copy_); }
 
     // Where the bytes of one expert came from, in one piece, whether or not there is a copy.
@@ -95,6 +98,7 @@ private:
     std::vector<const uint8_t *> codes_;
     std::vector<FilePiece>       origin_;
     std::shared_ptr<ExpertCopy>  copy_;
+    std::shared_ptr<void>        held_;
     BlockScales                  scales_;
     std::shared_ptr<const void>  keep_alive_;
     std::vector<ScaleCandidate>  candidates_;             // empty once the scales are certain

@@ -132,7 +132,7 @@ int hybrid_moe_pretend_machine(const char * sys_root, const char * proc_root, co
 }
 
 int hybrid_moe_choose_experts_memory(const char * name) {
-    return choose_experts_memory(name) ? 0 : fail(std::string("experts_memory=") + name + ": choose mmap or copy");
+    return choose_experts_memory(name) ? 0 : fail(std::string("experts_memory=") + name + ": choose mmap, copy or pinned");
 }
 
 const char * hybrid_moe_stream_report(void) {

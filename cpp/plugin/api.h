@@ -63,7 +63,7 @@ HYBRID_MOE_API int  hybrid_moe_table_add_tensor(hybrid_moe_table * table, const 
 // Between these two, tensors that this thread's loads create in our buffers are looked up in the table.
 HYBRID_MOE_API void hybrid_moe_load_begin(hybrid_moe_table * table);
 HYBRID_MOE_API int  hybrid_moe_load_end(void);  // number of the table's tensors that were found
-// Where the experts of this thread's loads are computed from: "mmap", "copy", or null: what HYBRID_MOE_EXPERTS_MEMORY says.
+// Where the experts of this thread's loads are computed from: "mmap", "copy", "pinned", or null: what HYBRID_MOE_EXPERTS_MEMORY says.
 HYBRID_MOE_API int  hybrid_moe_choose_experts_memory(const char * name);
 // What is held in copies, per NUMA node, and what went wrong with it: a JSON object (cpp/moe/expert_copy.h). Asks the kernel
 // about every page.

@@ -7,6 +7,7 @@
 #include "plugin/scale_search.h"
 #include "plugin/settings.h"
 #include "plugin/weight_directory.h"
+#include "stream/pinned.h"
 #include "stream/streams.h"
 #include "threads/placement.h"
 
@@ -85,8 +86,26 @@ std::unique_ptr<ExpertTensor> mapped_experts(const char * name, const ExpertTens
     return experts;
 }
 
-// experts_memory=copy: `experts` (null: none are known behind the tensor yet) are copied at their first use, if they can be.
-void keep_in_memory(const BufferContext & ctx, const ggml_tensor * tensor, std::unique_ptr<ExpertTensor> & experts) {
+// Memory for copies that devices read at full speed, or ordinary memory.
+std::unique_ptr<Arena> pinned_or_not(size_t n_bytes, int node) {
+    std::string why;
+    auto arena = pinned_arena(Streams::get().gpus(), n_bytes, node, settings().pinned_bytes, why);
+    if (arena) return arena;
+    note_trouble("pinning", "experts_memory=pinned: " + why + "; experts are copied to ordinary memory and staged from there");
+    return std::make_unique<Arena>(n_bytes, node);
+}
+
+// The range of the host's mapping, pinned where it lies.
+bool pin_mapping(const ggml_tensor * tensor, ExpertTensor & experts) {
+    std::string why;
+    auto pins = pin_in_place(Streams::get().gpus(), tensor->data, host().ggml_nbytes(tensor), settings().pinned_bytes, why);
+    if (pins) experts.hold(std::move(pins));
+    return bool(experts.is_held());
+}
+
+// experts_memory=copy or pinned: `experts` (null: none are known behind the tensor yet) are copied at their first use, if
+// they can be; what CUDA can pin in the host's mapping is not copied.
+void keep_in_memory(const BufferContext & ctx, const ggml_tensor * tensor, std::unique_ptr<ExpertTensor> & experts, bool pinned) {
     ExpertTensor::Shape shape;
     uint8_t * data = static_cast<uint8_t *>(tensor->data);
     if (!is_expert_weight(tensor, shape)) return;
@@ -99,8 +118,13 @@ void keep_in_memory(const BufferContext & ctx, const ggml_tensor * tensor, std::
         return;
     }
     if (!experts) experts = mapped_experts(tensor->name, shape, data);
-    if (!experts) note_trouble("no file", "experts_memory=copy: the host's memory is of no file: experts stay where it put them");
-    else experts->copy_to_memory();
+    if (!experts) {
+        note_trouble("no file", "experts_memory=copy: the host's memory is of no file: experts stay where it put them");
+    } else if (!pinned) {
+        experts->copy_to_memory();
+    } else if (experts->source(0) != data || !pin_mapping(tensor, *experts)) {
+        experts->copy_to_memory(pinned_or_not);
+    }
 }
 
 void note_experts(ggml_backend_buffer_t buffer, const ggml_tensor * tensor) {
@@ -114,7 +138,10 @@ ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
     try {
         std::unique_ptr<ExpertTensor> experts = experts_of(tensor);
         const bool is_weights = buffer->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE;
-        if (is_weights && experts_memory() == ExpertsMemory::copy) keep_in_memory(context_of(buffer), tensor, experts);
+        const ExpertsMemory memory = experts_memory();
+        if (is_weights && memory != ExpertsMemory::mmap) {
+            keep_in_memory(context_of(buffer), tensor, experts, memory == ExpertsMemory::pinned);
+        }
         ExpertTensor::Shape shape;
         const bool is_experts = is_weights && is_expert_weight(tensor, shape);
         if (!experts) {

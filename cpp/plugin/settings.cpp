@@ -20,8 +20,10 @@ Settings current;
 thread_local std::optional<ExpertsMemory> of_this_thread;
 
 bool parse(const char * name, ExpertsMemory & out) {
-    if (strcmp(name, "mmap") && strcmp(name, "copy")) return false;
-    out = strcmp(name, "copy") ? ExpertsMemory::mmap : ExpertsMemory::copy;
+    if (!strcmp(name, "mmap")) out = ExpertsMemory::mmap;
+    else if (!strcmp(name, "copy")) out = ExpertsMemory::copy;
+    else if (!strcmp(name, "pinned")) out = ExpertsMemory::pinned;
+    else return false;
     return true;
 }
 
@@ -39,7 +41,7 @@ std::string unknown(const char * variable, const char * value, const char * choi
 constexpr const char * known_variables[] = {
     "HYBRID_MOE_ISA", "HYBRID_MOE_TEAM", "HYBRID_MOE_PIN", "HYBRID_MOE_EXPERTS_MEMORY", "HYBRID_MOE_DENSE_TYPE",
     "HYBRID_MOE_SLP", "HYBRID_MOE_DEVICES", "HYBRID_MOE_CPU_HELP", "HYBRID_MOE_VRAM_SHARE", "HYBRID_MOE_RING_MIB",
-    "HYBRID_MOE_COPY_THREADS", "HYBRID_MOE_TRACE",
+    "HYBRID_MOE_COPY_THREADS", "HYBRID_MOE_PINNED_GIB", "HYBRID_MOE_TRACE",
     "HYBRID_MOE_STATS", "HYBRID_MOE_UNTESTED_HOST", "HYBRID_MOE_LIBRARY", "HYBRID_MOE_AVX512_RUNNER",
 };
 
@@ -127,7 +129,12 @@ std::string read_settings() {
     if (!choose_pin_mode(pin)) return unknown("HYBRID_MOE_PIN", pin, "auto, on or off");
     const char * memory = getenv("HYBRID_MOE_EXPERTS_MEMORY");
     ExpertsMemory of_environment = ExpertsMemory::mmap;
-    if (memory && *memory && !parse(memory, of_environment)) return unknown("HYBRID_MOE_EXPERTS_MEMORY", memory, "mmap or copy");
+    if (memory && *memory && !parse(memory, of_environment)) return unknown("HYBRID_MOE_EXPERTS_MEMORY", memory, "mmap, copy or pinned");
+    double pinned_gib = 0;
+    if (!number("HYBRID_MOE_PINNED_GIB", 0, 1e6, pinned_gib)) {
+        return unknown("HYBRID_MOE_PINNED_GIB", getenv("HYBRID_MOE_PINNED_GIB"), "a number of GiB, or 0 for no limit");
+    }
+    if (pinned_gib > 0) current.pinned_bytes = uint64_t(pinned_gib * double(uint64_t(1) << 30));
     if (std::string wrong = read_stream_settings(current.stream); !wrong.empty()) return wrong;
     current.stream.device.kernels = kernels;
     Streams::get().choose(current.stream);

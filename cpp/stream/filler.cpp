@@ -2,6 +2,7 @@
 #include "stream/filler.h"
 
 #include "stream/pinned.h"
+#include "stream/trace.h"
 
 #include <algorithm>
 #include <cstring>
@@ -12,6 +13,7 @@ namespace {
 // Small enough that several are on their way at once, large enough that a copy's latency does not show.
 constexpr size_t chunk_bytes = size_t(4) << 20;
 constexpr int    n_chunks    = 8;
+constexpr size_t trial_bytes = size_t(1) << 20;
 constexpr size_t copy_unit   = size_t(64) << 10;  // what one thread copies at least
 
 // Round to nearest, ties to even. Codes times finite scales: no NaN.
@@ -38,13 +40,36 @@ void expand_row(const ExpertMatrix & m, int64_t i_row, const Kernels & kernels, 
 
 Filler::Filler(const Gpu & gpu, int n_threads) : gpu_(&gpu), staging_(gpu, chunk_bytes, n_chunks), crew_(n_threads) {}
 
+// What is pinned for another device may be as good as one's own, or may make the driver wait and stage: tried once.
+bool Filler::send_directly(Instance & to, ggml_tensor * tensor, const uint8_t * from, size_t offset, size_t n_bytes) {
+    const Pinned pinned = is_pinned_for(*gpu_, from, n_bytes);
+    if (pinned == Pinned::no) return false;
+    if (pinned == Pinned::for_another && !foreign_is_fast_.has_value() && n_bytes >= trial_bytes) try_foreign(to, tensor, from, offset);
+    if (pinned == Pinned::for_another && !foreign_is_fast_.value_or(false)) return false;
+    for (size_t done = 0; done < n_bytes;) {
+        const size_t n = bytes_in_one_pin(from + done, n_bytes - done);
+        to.set(tensor, from + done, offset + done, n);
+        done += n;
+    }
+    direct_bytes_ += n_bytes;
+    return true;
+}
+
+void Filler::try_foreign(Instance & to, ggml_tensor * tensor, const uint8_t * from, size_t offset) {
+    to.synchronize();
+    const int64_t t0 = now_ns();
+    to.set(tensor, from, offset, trial_bytes);
+    to.synchronize();
+    const int64_t t1 = now_ns();
+    foreign_is_fast_ = false;  // so that this is staged
+    send(to, tensor, from, offset, trial_bytes);
+    to.synchronize();
+    foreign_is_fast_ = t1 - t0 < now_ns() - t1;
+}
+
 void Filler::send(Instance & to, ggml_tensor * tensor, const void * data, size_t offset, size_t n_bytes) {
     const uint8_t * from = static_cast<const uint8_t *>(data);
-    if (is_pinned_for(*gpu_, from, n_bytes)) {
-        to.set(tensor, from, offset, n_bytes);
-        direct_bytes_ += n_bytes;
-        return;
-    }
+    if (send_directly(to, tensor, from, offset, n_bytes)) return;
     for (size_t done = 0; done < n_bytes;) {
         const size_t n = std::min(n_bytes - done, staging_.chunk_bytes());
         uint8_t * chunk = staging_.next();

@@ -5,6 +5,8 @@
 #include "stream/expert_graph.h"
 #include "stream/staging.h"
 
+#include <optional>
+
 namespace hybrid_moe {
 
 class Filler {
@@ -26,10 +28,14 @@ public:
 private:
     void send_part(Instance & to, const PartWeights & part, int64_t i_expert, ggml_tensor * tensor, const Kernels & kernels);
 
+    bool send_directly(Instance & to, ggml_tensor * tensor, const uint8_t * from, size_t offset, size_t n_bytes);
+    void try_foreign(Instance & to, ggml_tensor * tensor, const uint8_t * from, size_t offset);
+
     const Gpu *           gpu_;
     Staging               staging_;
     Crew                  crew_;
     std::atomic<uint64_t> direct_bytes_{0}, staged_bytes_{0};
+    std::optional<bool>   foreign_is_fast_;
 };
 
 }  // namespace hybrid_moe

@@ -79,6 +79,13 @@ bool Streams::may_stream(int64_t n_tokens) {
     return !devices_.empty();
 }
 
+std::vector<Gpu> Streams::gpus() {
+    std::vector<Gpu> all;
+    if (!may_stream(min_tokens)) return all;
+    for (const auto & d : devices_) all.push_back(d->gpu());
+    return all;
+}
+
 const Gpu * Streams::gpu_of(ggml_backend_dev_t device) const {
     for (const auto & d : devices_) {
         if (d->gpu().device == device) return &d->gpu();

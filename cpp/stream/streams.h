@@ -60,6 +60,8 @@ public:
 
     // Whether a batch of so many tokens may stream at all; opens the devices when it is the first.
     bool may_stream(int64_t n_tokens);
+    // The devices that stream; empty when streaming is off.
+    std::vector<Gpu> gpus();
     // The device of that ggml device; null when it is none of ours.
     const Gpu * gpu_of(ggml_backend_dev_t device) const;
 

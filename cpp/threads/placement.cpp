@@ -103,7 +103,12 @@ void Arena::map_pages(size_t page) {
     }
 }
 
-Arena::~Arena() { munmap(reserved_, reserved_size_); }
+Arena::Arena(uint8_t * data, size_t n_bytes, int node, std::shared_ptr<void> owner)
+    : data_(data), size_(n_bytes), node_(node), owner_(std::move(owner)) {}
+
+Arena::~Arena() {
+    if (reserved_) munmap(reserved_, reserved_size_);
+}
 
 void spread_pages(void * data, size_t n_bytes) {
     const size_t page = size_t(sysconf(_SC_PAGESIZE));

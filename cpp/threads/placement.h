@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,8 @@ class Arena {
 public:
     // `node`: index into machine().nodes, or -1 for any. Throws std::runtime_error when there is no address space.
     Arena(size_t n_bytes, int node);
+    // Memory of somebody else, for as long as `owner` lives.
+    Arena(uint8_t * data, size_t n_bytes, int node, std::shared_ptr<void> owner);
     ~Arena();
     Arena(const Arena &) = delete;
     Arena & operator=(const Arena &) = delete;
@@ -31,6 +34,7 @@ private:
     uint8_t * data_          = nullptr;
     size_t    size_          = 0;
     int       node_          = -1;
+    std::shared_ptr<void> owner_;
 };
 
 // Where the pages of arenas are now.

@@ -24,7 +24,7 @@ PINNED_LLAMA_CPP_PYTHON = "0.3.36"
 _lock = threading.Lock()
 # Options that the plug-in reads once, when it is loaded: those it tells back, and those of streaming.
 _TOLD = ("isa", "team", "pin")
-_STREAMING = ("slp", "devices", "cpu_help", "vram_share", "ring_mib", "copy_threads")
+_STREAMING = ("slp", "devices", "cpu_help", "vram_share", "ring_mib", "copy_threads", "pinned_gib")
 _PER_PROCESS = _TOLD + _STREAMING
 
 

@@ -39,9 +39,9 @@ class ModelLoader:
         self._progress = progress
         self._interrupted: BaseException | None = None
         self.is_directory = is_checkpoint_dir(path)
-        if not self.is_directory and not use_mmap and options.experts_memory == "copy":
+        if not self.is_directory and not use_mmap and options.experts_memory != "mmap":
             raise OptionError(
-                f"{path}: experts_memory='copy' needs use_mmap=True for a GGUF: without it llama.cpp reads the experts into "
+                f"{path}: experts_memory={options.experts_memory!r} needs use_mmap=True for a GGUF: without it llama.cpp reads the experts into "
                 "memory of its own, neither placed nor shared"
             )
         self.checkpoint: Checkpoint | None = open_checkpoint(path) if self.is_directory else None
@@ -98,7 +98,7 @@ class ModelLoader:
         ctypes.cast(field, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.addressof(overrides)
         params.load_mode = C.LLAMA_LOAD_MODE_NONE
         # Copies are made of the files' bytes at first use, so the load itself leaves experts alone.
-        in_place = self._use_mmap or self._options.experts_memory == "copy"
+        in_place = self._use_mmap or self._options.experts_memory != "mmap"
         table = _native.ExpertTable(copied=not in_place)
         for tensor in self.checkpoint.experts:
             table.add(tensor)

@@ -45,8 +45,12 @@ class Options:
     )
     experts_memory: str = _option(
         "mmap",
-        ("mmap", "copy"),
-        "experts are computed from their files (mmap) or from a copy in memory, by rows on NUMA nodes",
+        ("mmap", "copy", "pinned"),
+        "experts are computed from their files (mmap), from a copy in memory, by rows on NUMA nodes, or from memory "
+        "that GPU devices copy from at full speed",
+    )
+    pinned_gib: str = _option(
+        "auto", ("auto", "GIB"), "memory that may be pinned for experts; auto or 0: no limit", _is_between(0, 1e6)
     )
     pin: str = _option(
         "auto",

@@ -121,7 +121,7 @@ def run(request: Request, show: Callable[[str], None]) -> Result:
             expert_matmuls=matmuls,
             model=request.model,
             architecture=info.architecture,
-            copies=copies() if Options.resolve(None, **request.options).experts_memory == "copy" else None,
+            copies=copies() if Options.resolve(None, **request.options).experts_memory != "mmap" else None,
         )
     finally:
         llm.close()
