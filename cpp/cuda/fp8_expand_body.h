@@ -124,7 +124,6 @@ HYBRID_MOE_ON_BOTH uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a :
 template <HalfType T> HYBRID_MOE_ON_BOTH void expand_by_thread(const Fp8Job & job, uint64_t i_thread) {
     const uint64_t n = job.n_rows * job.k;
     uint64_t i = i_thread * codes_per_thread;
-    if (i >= n) return;
     const uint64_t end = smaller(i + codes_per_thread, n);
     const bool aligned = ((uintptr_t(job.codes) | uintptr_t(job.out)) & 15) == 0;
     uint64_t row = quotient(i, job.k);

@@ -14,6 +14,7 @@ namespace {
 
 FakeCuda state;
 int the_context, the_module, the_stream, the_kernels[2];
+int nothing;  // what outputs point to after a failure
 
 enum : int { invalid_value = 1, not_initialized = 3, no_device = 100, invalid_context = 201, bad_ptx_version = 222, invalid_handle = 400,
              not_found = 500, launch_failed = 719, already_registered = 712, not_registered = 713, not_supported = 801 };
@@ -81,6 +82,7 @@ EXPORTED int cuDeviceGetByPCIBusId(int * device, const char * id) {
 }
 
 EXPORTED int cuDeviceGetAttribute(int * value, int attribute, int device) {
+    *value = 77;
     RETURN_IF(call("cuDeviceGetAttribute", std::to_string(attribute)));
     if (device != 0) return misuse("an unknown device", no_device);
     if (attribute != 113) return invalid_value;
@@ -89,6 +91,7 @@ EXPORTED int cuDeviceGetAttribute(int * value, int attribute, int device) {
 }
 
 EXPORTED int cuDevicePrimaryCtxRetain(void ** context, int device) {
+    *context = &nothing;
     RETURN_IF(call("cuDevicePrimaryCtxRetain"));
     if (device != 0 || !state.started) return misuse("an unknown device", no_device);
     state.retained++;
@@ -121,6 +124,7 @@ EXPORTED int cuCtxPopCurrent_v2(void ** context) {
 }
 
 EXPORTED int cuModuleLoadData(void ** module, const void * image) {
+    *module = &nothing;
     RETURN_IF(call("cuModuleLoadData", static_cast<const char *>(image)));
     RETURN_IF(need_context("cuModuleLoadData"));
     if (state.refused_images > 0) {
@@ -133,6 +137,7 @@ EXPORTED int cuModuleLoadData(void ** module, const void * image) {
 }
 
 EXPORTED int cuModuleGetFunction(void ** function, void * module, const char * name) {
+    *function = &nothing;
     RETURN_IF(call("cuModuleGetFunction", name));
     RETURN_IF(need_context("cuModuleGetFunction"));
     if (module != &the_module || state.modules == 0) return misuse("an unknown module", invalid_handle);
@@ -154,6 +159,7 @@ EXPORTED int cuModuleUnload(void * module) {
 }
 
 EXPORTED int cuStreamCreate(void ** stream, unsigned flags) {
+    *stream = &nothing;
     RETURN_IF(call("cuStreamCreate", std::to_string(flags)));
     RETURN_IF(need_context("cuStreamCreate"));
     state.streams++;

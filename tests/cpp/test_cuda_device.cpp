@@ -134,6 +134,7 @@ void every_call_fails_once() {
             const bool in_destructor = count("cuMemHostUnregister") == 3 && count("cuModuleUnload") <= 1 && worked;
             check(worked ? forgivable || in_destructor : !why.empty(), "a failure is reported", __LINE__, f + ": " + why);
             if (!worked) CHECK_WHY(why, error == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "unknown CUDA error 12345");
+            if (f == "cuDeviceGetAttribute") CHECK(count("cuMemHostRegister_v2 " + std::to_string(gib) + " 1") == 1);
             // Without a current context the destructor can only give the context itself back.
             if (f == "cuCtxPushCurrent_v2" && in_destructor) CHECK(fake->retained == 0 && fake->stack.empty());
             else CHECK(fake->nothing_alive());
