@@ -58,6 +58,12 @@ public:
     const std::string & name() const { return name_; }
     const Shape & shape() const { return shape_; }
 
+    // Rows and columns of a block of FP8 scales; 0 without.
+    void block(int64_t & rows, int64_t & k) const {
+        rows = scales_.block_rows;
+        k    = scales_.block_k;
+    }
+
     // Which bytes of which files the weights are: one piece per expert, or one for all.
     void set_origin(std::vector<FilePiece> pieces) { origin_ = std::move(pieces); }
     // From now on experts are copied to memory at their first use. False when the origin is not known or memory does not

@@ -53,6 +53,7 @@ namespace hybrid_moe {
     X(ggml_backend_dev_host_buffer_type)     \
     X(ggml_backend_dev_backend_reg)          \
     X(ggml_backend_reg_name)                 \
+    X(ggml_backend_reg_get_proc_address)     \
     X(ggml_backend_buft_alloc_buffer)        \
     X(ggml_backend_buft_get_alignment)       \
     X(ggml_backend_buft_get_alloc_size)      \

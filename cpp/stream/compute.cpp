@@ -9,7 +9,7 @@ namespace hybrid_moe {
 namespace {
 
 // Experts queued at once. One would leave the device idle while this thread wakes up.
-constexpr size_t max_computing = 3;
+constexpr size_t max_queued = 3;
 
 // Graphs that are queued between two synchronisations of the instance: back ends look at a graph until then.
 constexpr size_t max_graphs = 64;
@@ -75,7 +75,7 @@ void DeviceStream::end_job(LayerJob & job) {
 // From what this job took; the past counts for half.
 void DeviceStream::learn_rates() {
     const auto blend = [](double & known, double seen) { known = known == 0 ? seen : (known + seen) / 2; };
-    const uint64_t bytes = counters_.expert_bytes - before_.expert_bytes;
+    const uint64_t bytes = counters_.source_bytes - before_.source_bytes;
     const uint64_t rows  = counters_.n_rows - before_.n_rows;
     if (bytes) blend(rate_.copy_s_per_byte, double(counters_.upload_ns - before_.upload_ns) * 1e-9 / double(bytes));
     if (rows) blend(rate_.compute_s_per_row, double(counters_.compute_ns - before_.compute_ns) * 1e-9 / double(rows));
@@ -88,7 +88,7 @@ void DeviceStream::run_experts(LayerJob & job, const ExpertGraph & graph) {
     compute_free_ns_ = now_ns();
     int64_t idle_since = compute_free_ns_;
     while (!job.is_cancelled()) {
-        if (!ready_.empty() && computing_.size() < max_computing) {
+        if (!ready_.empty() && computing_.size() < max_computing()) {
             Slot & slot = *ready_.front();
             ready_.pop_front();
             slot.state = Slot::computing;
@@ -105,7 +105,7 @@ void DeviceStream::run_experts(LayerJob & job, const ExpertGraph & graph) {
             const Slot & oldest = *computing_.front();
             const int64_t begin = std::max(oldest.begin_ns, compute_free_ns_);
             const int64_t ends = begin + int64_t(double(oldest.n_rows) * s_per_row_ * 1e9);
-            if (computing_.size() < max_computing && now_ns() < ends) {
+            if (computing_.size() < max_computing() && now_ns() < ends) {
                 changed_.wait_for(lock, std::chrono::nanoseconds(ends - now_ns()), [&] { return !ready_.empty() || job.is_cancelled(); });
                 if (!ready_.empty()) continue;
             }
@@ -125,14 +125,34 @@ const TensorContext & DeviceStream::next_context() {
     return *contexts_[n_contexts_used_++];
 }
 
+// Areas are used by turns, so the expert before the last must have left its one.
+size_t DeviceStream::max_computing() const { return expanded_.empty() ? max_queued : std::min(max_queued, expanded_.size()); }
+
+// The slot's expert with its codes expanded, while the expert before it is being computed.
+const SlotTensors & DeviceStream::expanded(const Slot & slot) {
+    const Expanded & area = *expanded_[n_expanded_++ % expanded_.size()];
+    std::string why;
+    for (size_t i = 0; i < n_parts; i++) {
+        const PartWeights & part = slot.experts->parts[i];
+        if (!part.exists()) continue;
+        if (!slot.tensors->scales[i]) throw DeviceError(gpu_.name + ": a layer of FP8 experts has other experts in it");
+        if (!expander_->expand(slot.tensors->parts[i], slot.tensors->scales[i], area.tensors->parts[i], part.block_rows, part.block_k, why)) {
+            throw DeviceError(why);
+        }
+    }
+    if (!expander_->wait(why)) throw DeviceError(why);
+    return *area.tensors;
+}
+
 void DeviceStream::submit(LayerJob & job, const ExpertGraph & graph, Slot & slot) {
     const int64_t n_rows = job.route.n_rows(slot.i_expert);
     const int64_t tile   = batch_->shape.tile_rows;
+    const SlotTensors & tensors = expanded_.empty() ? *slot.tensors : expanded(slot);
     slot.begin_ns = now_ns();
     slot.n_rows   = n_rows;
     for (int64_t row = 0; row < n_rows; row += tile) {
         const ExpertRows rows = {slot.i_expert, job.index.begin[size_t(slot.i_expert)] + row, std::min(tile, n_rows - row)};
-        compute_.compute(graph.build(next_context(), *slot.tensors, rows));
+        compute_.compute(graph.build(next_context(), tensors, rows));
     }
     slot.computed.set(compute_);
 }

@@ -131,7 +131,7 @@ StreamPlan Streams::decide(const Pass & pass, const Rates & rates) const {
         plan.why = "CPU, too few tokens";
         return plan;
     }
-    const uint64_t bytes = pass.experts->device_bytes();
+    const uint64_t bytes = pass.experts->source_bytes();
     double slowest = 0;
     for (const DeviceRate & d : rates.devices) slowest = std::max(slowest, d.copy_s_per_byte);
     // Activations go to every device, and sums come back.

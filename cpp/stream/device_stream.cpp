@@ -10,12 +10,14 @@ namespace {
 
 constexpr size_t result_chunk  = size_t(4) << 20;
 constexpr int    result_chunks = 3;
+constexpr size_t n_areas       = 2;  // for expanded FP8
 
 }  // namespace
 
 DeviceStream::DeviceStream(const Gpu & gpu, const StreamSettings & settings)
     : gpu_(gpu), settings_(settings), upload_(gpu_), compute_(gpu_), filler_(gpu_, settings.copy_threads),
       result_(gpu_, result_chunk, result_chunks), result_crew_(settings.copy_threads), last_use_ns_(now_ns()) {
+    expander_ = find_fp8_expander(gpu_, why_no_expander_);
     upload_thread_  = std::thread([this] { upload_loop(); });
     compute_thread_ = std::thread([this] { compute_loop(); });
 }
@@ -34,7 +36,8 @@ size_t DeviceStream::budget() const {
     size_t n_free = 0, n_total = 0;
     gpu_.memory(n_free, n_total);
     const Lock lock(mutex_);
-    const size_t mine = slots_.size() * slot_bytes_ + (batch_memory_ ? batch_memory_->size() : 0);
+    size_t mine = slots_.size() * slot_bytes_ + (batch_memory_ ? batch_memory_->size() : 0);
+    for (const auto & e : expanded_) mine += e->memory.size();
     // Back ends that do not know what is free report the total: never more than that.
     const size_t all = std::min(n_free + mine, n_total);
     return size_t(double(all) * settings_.vram_share);
@@ -46,22 +49,50 @@ void DeviceStream::drop_slots(Lock & lock) {
     changed_.notify_all();
     changed_.wait(lock, [&] { return uploading_.empty() && n_reading_ahead_ == 0; });
     for (const auto & slot : slots_) {
-        if (slot->is_waiting()) counters_.wasted_bytes += slot->experts->device_bytes();
+        if (slot->is_waiting()) counters_.wasted_bytes += slot->n_bytes;
     }
     slots_.clear();
     slot_bytes_ = 0;
 }
 
+Fp8Form DeviceStream::form_of(const LayerExperts & experts) const {
+    return expander_ && experts.may_be_codes() ? Fp8Form::codes : Fp8Form::bf16;
+}
+
+size_t DeviceStream::least_bytes(const LayerExperts & experts) const {
+    const Fp8Form form = form_of(experts);
+    const size_t areas = form == Fp8Form::codes ? n_areas * SlotTensors(experts, Fp8Form::bf16).n_bytes(gpu_) : 0;
+    return 2 * SlotTensors(experts, form).n_bytes(gpu_) + areas;
+}
+
+// With the lock held, and nothing being computed.
+void DeviceStream::make_expanded(const LayerExperts & experts, Fp8Form form) {
+    if (form == Fp8Form::bf16) {
+        expanded_.clear();
+        return;
+    }
+    const size_t n_bytes = SlotTensors(experts, Fp8Form::bf16).n_bytes(gpu_);
+    if (!expanded_.empty() && expanded_[0]->memory.size() < n_bytes) expanded_.clear();
+    while (expanded_.size() < n_areas) expanded_.push_back(std::make_unique<Expanded>(gpu_, n_bytes));
+    for (const auto & e : expanded_) {
+        e->tensors = std::make_unique<SlotTensors>(experts, Fp8Form::bf16);
+        e->tensors->place(gpu_, e->memory);
+    }
+}
+
 void DeviceStream::make_room(const MoeLayer & layer, const LayerExperts & experts, const BatchShape & shape, ggml_tensor * x) {
     const size_t may = budget();
-    const size_t slot_bytes = SlotTensors::n_bytes(gpu_, experts);
+    const Fp8Form form = form_of(experts);
+    const size_t slot_bytes = SlotTensors(experts, form).n_bytes(gpu_);
+    const size_t areas = least_bytes(experts) - 2 * slot_bytes;
     auto batch = std::make_unique<BatchTensors>(shape, x != nullptr);
     const size_t batch_bytes = batch->n_bytes(gpu_);
     Lock lock(mutex_);
     last_use_ns_ = now_ns();
-    if (batch_bytes + 2 * slot_bytes > may) {
+    const size_t least = batch_bytes + least_bytes(experts);
+    if (least > may) {
         throw DeviceError(gpu_.name + ": " + std::to_string(may >> 20) + " MiB of its memory may be used, and two experts with a batch of " +
-                          std::to_string(shape.n_tokens) + " tokens need " + std::to_string((batch_bytes + 2 * slot_bytes) >> 20) + " MiB");
+                          std::to_string(shape.n_tokens) + " tokens need " + std::to_string(least >> 20) + " MiB");
     }
     if (slot_bytes > slot_bytes_) drop_slots(lock);
     if (!batch_memory_ || batch_memory_->size() < batch_bytes) {
@@ -71,8 +102,10 @@ void DeviceStream::make_room(const MoeLayer & layer, const LayerExperts & expert
         batch_memory_.reset();
         batch_memory_ = std::make_unique<GpuMemory>(gpu_, batch_bytes);
     }
+    make_expanded(experts, form);
     if (slots_.empty()) slot_bytes_ = slot_bytes;
-    size_t ring = may - batch_memory_->size();
+    const size_t taken = batch_memory_->size() + areas;
+    size_t ring = may > taken ? may - taken : 0;
     if (settings_.ring_bytes) ring = std::min(ring, settings_.ring_bytes);
     // A whole layer in the ring is all that look-ahead can use.
     const size_t wanted = std::clamp(ring / slot_bytes_, size_t(2), size_t(std::max<int64_t>(2, experts.n_expert())));
@@ -88,8 +121,8 @@ void DeviceStream::make_room(const MoeLayer & layer, const LayerExperts & expert
     batch_->place(gpu_, *batch_memory_);
     x_ = x ? x : batch_->x;
     if (n_contexts_used_ == 0 && contexts_.empty()) contexts_.push_back(std::make_unique<TensorContext>(ExpertGraph::max_nodes));
-    SlotTensors tensors(experts);
-    tensors.place(gpu_, slots_[0]->memory);
+    SlotTensors tensors(experts, Fp8Form::bf16);
+    tensors.place(gpu_, form == Fp8Form::codes ? expanded_[0]->memory : slots_[0]->memory);
     const TensorContext scratch(ExpertGraph::max_nodes);
     if (const ggml_tensor * node = ExpertGraph(layer, *batch_, x_).unsupported(gpu_, scratch, tensors)) {
         throw DeviceError(gpu_.name + ": the device cannot compute " + host().ggml_op_name(node->op) + " of " +
@@ -114,7 +147,7 @@ void DeviceStream::start(LayerJob & job, int i_worker) {
     for (const auto & slot : slots_) {
         if (!slot->is_waiting()) continue;
         const bool is_wanted = slot->experts->is_same(*job.experts) && job.queue.claim(i_worker, slot->i_expert);
-        if (!is_wanted) counters_.wasted_bytes += slot->experts->device_bytes();
+        if (!is_wanted) counters_.wasted_bytes += slot->n_bytes;
         slot->is_claimed = is_wanted;
         if (slot->state == Slot::filling) {  // it becomes ready, or free, when it has arrived
             if (!is_wanted) slot->i_expert = -1;
@@ -141,7 +174,7 @@ bool DeviceStream::finish(std::chrono::milliseconds patience) {
 
 void DeviceStream::look_ahead(std::shared_ptr<const LayerExperts> next, std::vector<int64_t> order) {
     const Lock lock(mutex_);
-    if (slots_.empty() || SlotTensors::n_bytes(gpu_, *next) > slot_bytes_) return;
+    if (slots_.empty() || SlotTensors(*next, form_of(*next)).n_bytes(gpu_) > slot_bytes_) return;
     next_ = std::move(next);
     next_order_.assign(order.begin(), order.end());
     changed_.notify_all();
@@ -155,7 +188,7 @@ void DeviceStream::forget() {
     changed_.wait(lock, [&] { return n_reading_ahead_ == 0; });
     for (const auto & slot : slots_) {
         if (!slot->is_waiting()) continue;
-        counters_.wasted_bytes += slot->experts->device_bytes();
+        counters_.wasted_bytes += slot->n_bytes;
         slot->state = Slot::free;
         slot->experts.reset();
     }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "stream/filler.h"
+#include "stream/fp8_expander.h"
 #include "stream/layer_job.h"
 
 #include <condition_variable>
@@ -27,7 +28,8 @@ struct StreamSettings {
 // What a device has done since the process began.
 struct StreamCounters {
     uint64_t n_layers = 0, n_experts = 0, n_rows = 0;
-    uint64_t expert_bytes = 0;     // that crossed the link
+    uint64_t source_bytes = 0;     // of experts, as they are stored
+    uint64_t expert_bytes = 0;     // that crossed the link for them
     uint64_t ahead_bytes = 0;      // of these, before their layer began
     uint64_t wasted_bytes = 0;     // of these, never used
     uint64_t in_bytes = 0, out_bytes = 0;  // activations
@@ -53,6 +55,8 @@ public:
 
     // Bytes that ring and batch may take together, with what they have.
     size_t budget() const;
+    // Of that, what two slots and all that goes with them need.
+    size_t least_bytes(const LayerExperts & experts) const;
     // Device memory for such a batch and at least two slots. Throws DeviceError. `x` is a tensor of this device, or null.
     void make_room(const MoeLayer & layer, const LayerExperts & experts, const BatchShape & shape, ggml_tensor * x);
     // Experts of these tensors that are in slots already, or on their way.
@@ -70,6 +74,8 @@ public:
     void forget();
 
     StreamCounters counters() const;
+    // "codes cross the link", or why they do not.
+    std::string fp8_path() const { return expander_ ? "codes cross the link" : why_no_expander_; }
     size_t n_slots() const;
     size_t slot_bytes() const;
     size_t batch_bytes() const;
@@ -94,6 +100,8 @@ private:
     void run_job(LayerJob & job);
     void run_experts(LayerJob & job, const ExpertGraph & graph);
     void submit(LayerJob & job, const ExpertGraph & graph, Slot & slot);
+    const SlotTensors & expanded(const Slot & slot);
+    size_t max_computing() const;
     void reap_compute(Lock & lock);
     void drain();
     void learn_rates();
@@ -102,6 +110,8 @@ private:
     void confirm();
     const TensorContext & next_context();
 
+    Fp8Form form_of(const LayerExperts & experts) const;
+    void make_expanded(const LayerExperts & experts, Fp8Form form);
     void drop_slots(Lock & lock);
     void fail(const std::string & why, bool is_damage = false);
 
@@ -125,6 +135,16 @@ private:
     std::unique_ptr<GpuMemory>         batch_memory_;
     std::unique_ptr<BatchTensors>      batch_;
     ggml_tensor *                      x_ = nullptr;
+    // Where FP8 codes become BF16, by turns: one is computed from while the next is written.
+    struct Expanded {
+        Expanded(const Gpu & gpu, size_t n_bytes) : memory(gpu, n_bytes) {}
+        GpuMemory                    memory;
+        std::unique_ptr<SlotTensors> tensors;
+    };
+    std::unique_ptr<Fp8Expander>           expander_;
+    std::string                            why_no_expander_;
+    std::vector<std::unique_ptr<Expanded>> expanded_;  // empty: slots are computed from as they are
+    size_t                                 n_expanded_ = 0;
 
     // The job.
     LayerJob *         job_ = nullptr;
@@ -160,7 +180,7 @@ private:
 struct DeviceStream::Slot {
     enum State { free, filling, ready, computing };
 
-    Slot(const Gpu & gpu, size_t n_bytes) : memory(gpu, n_bytes) {}
+    Slot(const Gpu & gpu, size_t size) : memory(gpu, size) {}
 
     // Fetched ahead, and its layer has not come yet.
     bool is_waiting() const { return is_ahead && !is_claimed && i_expert >= 0 && (state == filling || state == ready); }
@@ -169,6 +189,7 @@ struct DeviceStream::Slot {
     State                               state = free;
     std::unique_ptr<SlotTensors>        tensors;
     std::shared_ptr<const LayerExperts> shape;    // that the tensors were made for
+    size_t                              n_bytes = 0;  // of the tensors: what crosses the link
     std::shared_ptr<const LayerExperts> experts;  // whose expert it holds
     int64_t                             i_expert = -1;
     bool                                is_ahead   = false;  // fetched before its layer began

@@ -26,29 +26,33 @@ TensorContext::TensorContext(size_t n_tensors) {
 
 TensorContext::~TensorContext() { host().ggml_free(ctx_); }
 
-SlotTensors::SlotTensors(const LayerExperts & experts) : context(n_parts) {
+SlotTensors::SlotTensors(const LayerExperts & experts, Fp8Form form) : context(2 * n_parts) {
     for (size_t i = 0; i < parts.size(); i++) {
         const PartWeights & p = experts.parts[i];
-        if (p.exists()) parts[i] = host().ggml_new_tensor_2d(context.get(), p.device_type, p.k(), p.n_rows);
+        if (!p.exists()) continue;
+        const bool as_codes = p.is_fp8() && form == Fp8Form::codes;
+        parts[i] = host().ggml_new_tensor_2d(context.get(), as_codes ? GGML_TYPE_I8 : p.device_type, p.k(), p.n_rows);
+        if (as_codes) scales[i] = host().ggml_new_tensor_1d(context.get(), GGML_TYPE_F32, p.n_scales());
     }
 }
 
-size_t SlotTensors::n_bytes(const Gpu & gpu, const LayerExperts & experts) {
-    const SlotTensors t(experts);
+size_t SlotTensors::n_bytes(const Gpu & gpu) const {
     size_t n = 0;
     ggml_backend_buffer_type_t type = host().ggml_backend_dev_buffer_type(gpu.device);
-    for (const ggml_tensor * part : t.parts) {
-        if (part) n += align_up(host().ggml_backend_buft_get_alloc_size(type, part), gpu.alignment);
+    for (const auto * all : {&parts, &scales}) {
+        for (const ggml_tensor * t : *all) n += t ? align_up(host().ggml_backend_buft_get_alloc_size(type, t), gpu.alignment) : 0;
     }
     return n;
 }
 
 void SlotTensors::place(const Gpu & gpu, const GpuMemory & memory, size_t offset) {
     ggml_backend_buffer_type_t type = host().ggml_backend_dev_buffer_type(gpu.device);
-    for (ggml_tensor * part : parts) {
-        if (!part) continue;
-        memory.place(part, offset);
-        offset += align_up(host().ggml_backend_buft_get_alloc_size(type, part), gpu.alignment);
+    for (const auto * all : {&parts, &scales}) {
+        for (ggml_tensor * t : *all) {
+            if (!t) continue;
+            memory.place(t, offset);
+            offset += align_up(host().ggml_backend_buft_get_alloc_size(type, t), gpu.alignment);
+        }
     }
 }
 

@@ -36,17 +36,21 @@ private:
     ggml_context * ctx_;
 };
 
-// The matrices of one expert in one slot.
-struct SlotTensors {
-    explicit SlotTensors(const LayerExperts & experts);
+// How FP8 parts lie in device memory; others are as they are.
+enum class Fp8Form { bf16, codes };  // codes: as I8, with their scales
 
-    static size_t n_bytes(const Gpu & gpu, const LayerExperts & experts);  // that a slot must have
+// The matrices of one expert in one place.
+struct SlotTensors {
+    SlotTensors(const LayerExperts & experts, Fp8Form form);
+
+    size_t n_bytes(const Gpu & gpu) const;  // that the place must have
     void place(const Gpu & gpu, const GpuMemory & memory, size_t offset = 0);
 
     ggml_tensor * part(Part p) const { return parts[size_t(p)]; }
 
     TensorContext                       context;
     std::array<ggml_tensor *, n_parts>  parts{};
+    std::array<ggml_tensor *, n_parts>  scales{};  // of codes, else null
 };
 
 // Everything on the device that belongs to one batch of a layer: inputs, indices, the sum, and room for intermediates.

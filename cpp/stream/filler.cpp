@@ -97,28 +97,38 @@ void Filler::send_rows(Instance & to, ggml_tensor * tensor, const uint8_t * rows
     }
 }
 
-void Filler::send_part(Instance & to, const PartWeights & part, int64_t i_expert, ggml_tensor * tensor, const Kernels & kernels) {
+void Filler::send_bytes(Instance & to, const PartWeights & part, int64_t i_expert, ggml_tensor * tensor) {
+    const size_t row_bytes = part.weights.shape.row_bytes;
+    const int64_t end = part.row0 + part.n_rows;
+    for (int64_t row = part.row0, row_end; row < end; row = row_end) {
+        const ExpertMatrix m = part.weights.matrix(i_expert, row, row_end);
+        row_end = std::min(row_end, end);
+        send(to, tensor, m.row(row), size_t(row - part.row0) * row_bytes, size_t(row_end - row) * row_bytes);
+    }
+}
+
+void Filler::send_expanded(Instance & to, const PartWeights & part, int64_t i_expert, ggml_tensor * tensor, const Kernels & kernels) {
     const size_t row_bytes = part.device_row_bytes();
     const int64_t per_chunk = std::max<int64_t>(1, int64_t(staging_.chunk_bytes() / row_bytes));
-    for (int64_t row = part.row0; row < part.row0 + part.n_rows;) {
+    const int64_t end = part.row0 + part.n_rows;
+    for (int64_t row = part.row0; row < end;) {
         int64_t row_end;
         const ExpertMatrix m = part.weights.matrix(i_expert, row, row_end);
-        row_end = std::min(row_end, part.row0 + part.n_rows);
-        const size_t offset = size_t(row - part.row0) * row_bytes;
-        if (!part.is_expanded()) {
-            send(to, tensor, m.row(row), offset, size_t(row_end - row) * row_bytes);
-            row = row_end;
-            continue;
-        }
-        const int64_t n = std::min(per_chunk, row_end - row);
+        const int64_t n = std::min(per_chunk, std::min(row_end, end) - row);
         uint8_t * chunk = staging_.next();
-        crew_.share(n, [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; i++) expand_row(m, row + i, kernels, chunk + size_t(i) * row_bytes);
+        crew_.share(n, [&](int64_t begin, int64_t last) {
+            for (int64_t i = begin; i < last; i++) expand_row(m, row + i, kernels, chunk + size_t(i) * row_bytes);
         });
-        staging_.send(to, tensor, offset, size_t(n) * row_bytes);
+        staging_.send(to, tensor, size_t(row - part.row0) * row_bytes, size_t(n) * row_bytes);
         staged_bytes_ += size_t(n) * row_bytes;
         row += n;
     }
+}
+
+void Filler::send_scales(Instance & to, const PartWeights & part, int64_t i_expert, ggml_tensor * tensor) {
+    int64_t row_end;
+    const ExpertMatrix m = part.weights.matrix(i_expert, part.row0, row_end);
+    send(to, tensor, m.row_scale(part.row0), 0, size_t(part.n_scales()) * sizeof(float));
 }
 
 const char * Filler::fill(Instance & to, const LayerExperts & experts, int64_t i_expert, const SlotTensors & slot, const Kernels & kernels) {
@@ -128,7 +138,12 @@ const char * Filler::fill(Instance & to, const LayerExperts & experts, int64_t i
         if (!part.weights.is_ready(i_expert)) {
             if (const char * what = part.weights.scattered->make_ready(i_expert, kernels)) return what;
         }
-        send_part(to, part, i_expert, slot.part(Part(i)), kernels);
+        if (part.is_fp8() && !slot.scales[i]) {
+            send_expanded(to, part, i_expert, slot.parts[i], kernels);
+            continue;
+        }
+        send_bytes(to, part, i_expert, slot.parts[i]);
+        if (slot.scales[i]) send_scales(to, part, i_expert, slot.scales[i]);
     }
     return nullptr;
 }

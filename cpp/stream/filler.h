@@ -13,7 +13,7 @@ class Filler {
 public:
     Filler(const Gpu & gpu, int n_threads);
 
-    // Queues the expert's matrices into a slot. Null, or what is wrong with the weights (a sentence that lives on).
+    // Queues the expert's matrices into a slot, in the form that its tensors have. Null, or what is wrong with the weights (a sentence that lives on).
     const char * fill(Instance & to, const LayerExperts & experts, int64_t i_expert, const SlotTensors & slot, const Kernels & kernels);
 
     // Queues rows of n_bytes, `stride` apart in memory and contiguous on the device.
@@ -26,7 +26,9 @@ public:
     uint64_t staged_bytes() const { return staged_bytes_; }
 
 private:
-    void send_part(Instance & to, const PartWeights & part, int64_t i_expert, ggml_tensor * tensor, const Kernels & kernels);
+    void send_bytes(Instance & to, const PartWeights & part, int64_t i_expert, ggml_tensor * tensor);
+    void send_expanded(Instance & to, const PartWeights & part, int64_t i_expert, ggml_tensor * tensor, const Kernels & kernels);
+    void send_scales(Instance & to, const PartWeights & part, int64_t i_expert, ggml_tensor * tensor);
 
     bool send_directly(Instance & to, ggml_tensor * tensor, const uint8_t * from, size_t offset, size_t n_bytes);
     void try_foreign(Instance & to, ggml_tensor * tensor, const uint8_t * from, size_t offset);

@@ -12,6 +12,7 @@ PartWeights part_of(const Projection & p) {
     part.row0         = p.row0;
     part.n_rows       = p.n_rows;
     part.device_type  = device_type_of(p.weights.shape.type);
+    if (p.weights.scattered) p.weights.scattered->block(part.block_rows, part.block_k);
     return part;
 }
 
@@ -20,7 +21,7 @@ bool is_same_matrix(const PartWeights & a, const PartWeights & b) {
 }
 
 bool is_same_shape(const PartWeights & a, const PartWeights & b) {
-    return a.n_rows == b.n_rows && (!a.exists() || (a.k() == b.k() && a.weights.shape.type == b.weights.shape.type));
+    return a.n_rows == b.n_rows && (!a.exists() || (a.k() == b.k() && a.weights.shape.type == b.weights.shape.type && a.block_rows == b.block_rows && a.block_k == b.block_k));
 }
 
 }  // namespace
@@ -45,10 +46,11 @@ ggml_type device_type_of(WeightType type) {
 
 size_t PartWeights::device_row_bytes() const { return host().ggml_row_size(device_type, k()); }
 
-size_t LayerExperts::device_bytes() const {
-    size_t n = 0;
-    for (const PartWeights & p : parts) n += p.exists() ? p.device_bytes() : 0;
-    return n;
+bool LayerExperts::may_be_codes() const {
+    for (const PartWeights & p : parts) {
+        if (p.exists() && (!p.is_fp8() || p.block_rows < 1 || p.row0 % p.block_rows != 0)) return false;
+    }
+    return true;
 }
 
 size_t LayerExperts::source_bytes() const {

@@ -18,14 +18,15 @@ struct PartWeights {
     std::string   name;         // the tensor's: weights.name lives only as long as the model
     int64_t       row0   = 0;
     int64_t       n_rows = 0;   // 0: the layer has no such projection
-    ggml_type     device_type = GGML_TYPE_F32;  // what crosses the link; FP8 is expanded to BF16 before
+    ggml_type     device_type = GGML_TYPE_F32;  // what a device computes with: FP8 is expanded to BF16
+    int64_t       block_rows = 0, block_k = 0;  // of FP8 scales
 
     bool exists() const { return n_rows > 0; }
-    bool is_expanded() const { return weights.shape.type == WeightType::fp8_e4m3; }
+    bool is_fp8() const { return weights.shape.type == WeightType::fp8_e4m3; }
     int64_t k() const { return weights.shape.k; }
     size_t device_row_bytes() const;
-    size_t device_bytes() const { return device_row_bytes() * size_t(n_rows); }  // of one expert
-    size_t source_bytes() const { return weights.shape.row_bytes * size_t(n_rows); }
+    size_t source_bytes() const { return weights.shape.row_bytes * size_t(n_rows); }  // of one expert
+    int64_t n_scales() const { return (n_rows + block_rows - 1) / block_rows * ((k() + block_k - 1) / block_k); }
 };
 
 struct LayerExperts {
@@ -34,8 +35,8 @@ struct LayerExperts {
     int64_t n_expert() const { return down().weights.shape.n_expert; }
     const PartWeights & part(Part p) const { return parts[size_t(p)]; }
     const PartWeights & down() const { return part(Part::down); }
-    size_t device_bytes() const;  // of one expert
-    size_t source_bytes() const;
+    bool may_be_codes() const;  // all parts are FP8, and each begins with a whole block of scales
+    size_t source_bytes() const;  // of one expert
     const std::string & name() const { return part(Part::up).name; }
 
     // The same tensors, so that what was copied for one serves the other.

@@ -51,7 +51,7 @@ struct LayerJob {
     LayerJob(const MoeLayer & l, const Routing & r, std::shared_ptr<const LayerExperts> e,
              std::vector<QueuedExpert> for_devices, std::vector<DeviceRate> rates, bool cpu_adds)
         : layer(l), route(r), experts(std::move(e)), index(make_index(l, r)),
-          queue(std::move(for_devices), experts->device_bytes(), std::move(rates)), sums(l, cpu_adds) {}
+          queue(std::move(for_devices), experts->source_bytes(), std::move(rates)), sums(l, cpu_adds) {}
 
     const MoeLayer &                    layer;
     const Routing &                     route;

@@ -27,13 +27,13 @@ std::string describe(const DeviceStream & d, int n_failures) {
     const StreamCounters c = d.counters();
     const DeviceRate rate = d.rate();
     return "{\"name\": " + quoted(d.gpu().name) + ", \"description\": " + quoted(d.gpu().description) + field("layers", c.n_layers) +
-           field("experts", c.n_experts) + field("rows", c.n_rows) + field("expert_bytes", c.expert_bytes) + field("ahead_bytes", c.ahead_bytes) +
+           field("experts", c.n_experts) + field("rows", c.n_rows) + field("source_bytes", c.source_bytes) + field("expert_bytes", c.expert_bytes) + field("ahead_bytes", c.ahead_bytes) +
            field("wasted_bytes", c.wasted_bytes) + field("in_bytes", c.in_bytes) + field("out_bytes", c.out_bytes) +
            field("upload_ns", uint64_t(c.upload_ns)) + field("compute_ns", uint64_t(c.compute_ns)) + field("starved_ns", uint64_t(c.starved_ns)) +
            field("layer_ns", uint64_t(c.layer_ns)) + field("failures", c.n_failures) + field("failures_in_a_row", uint64_t(n_failures)) +
            field("slots", uint64_t(d.n_slots())) + field("slot_bytes", uint64_t(d.slot_bytes())) + field("batch_bytes", uint64_t(d.batch_bytes())) +
            field("host_bytes", uint64_t(d.host_bytes())) + field("direct_bytes", d.filler().direct_bytes()) + field("staged_bytes", d.filler().staged_bytes()) +
-           ", \"pinned_staging\": " + (d.filler().is_pinned() ? "true" : "false") + field("copy_s_per_byte", rate.copy_s_per_byte) +
+           ", \"fp8\": " + quoted(d.fp8_path()) + ", \"pinned_staging\": " + (d.filler().is_pinned() ? "true" : "false") + field("copy_s_per_byte", rate.copy_s_per_byte) +
            field("compute_s_per_row", rate.compute_s_per_row) + "}";
 }
 

@@ -102,7 +102,7 @@ std::vector<DeviceRate> Streams::rates_of(const std::vector<size_t> & devices) c
 int64_t Streams::tokens_per_pass(const MoeLayer & layer, const LayerExperts & experts) {
     int64_t n = layer.ids.n_tokens;
     for (const auto & d : devices_) {
-        const size_t slots = 2 * SlotTensors::n_bytes(d->gpu(), experts);
+        const size_t slots = d->least_bytes(experts);
         const size_t may   = d->budget();
         if (may <= slots) continue;  // it will not take part
         const BatchShape one  = shape_of(layer, tokens_of(layer, 0, 1).ids.n_tokens, device_tile_rows, index_alignment * layer.ids.n_used);

@@ -119,8 +119,9 @@ bool DeviceStream::start_fill(Lock & lock, Slot & slot, std::shared_ptr<const La
     std::string trouble;
     try {
         if (!slot.shape || !slot.shape->has_shape_of(*experts)) {
-            auto tensors = std::make_unique<SlotTensors>(*experts);
+            auto tensors = std::make_unique<SlotTensors>(*experts, form_of(*experts));
             tensors->place(gpu_, slot.memory);
+            slot.n_bytes = tensors->n_bytes(gpu_);
             slot.tensors.swap(tensors);
             slot.shape = experts;
             const Lock again(mutex_);
@@ -154,8 +155,9 @@ void DeviceStream::reap_upload(Lock & lock) {
         inputs_there_ = true;
         if (job_) trace_span(gpu_.name, "upload", "inputs", begin, end, job_->experts->name(), -1, job_->layer.ids.n_tokens, counters_.in_bytes);
     } else {
-        const size_t bytes = slot->experts->device_bytes();
+        const size_t bytes = slot->n_bytes;
         counters_.upload_ns += end - begin;
+        counters_.source_bytes += slot->experts->source_bytes();
         counters_.expert_bytes += bytes;
         if (slot->is_ahead) {
             counters_.ahead_bytes += bytes;
@@ -187,6 +189,7 @@ void DeviceStream::release_when_idle(Lock & lock) {
         slots_.clear();
         batch_.reset();
         batch_memory_.reset();
+        expanded_.clear();
         slot_bytes_ = 0;
     }
 }

@@ -1,4 +1,5 @@
 // Devices and the registry as ggml sees them.
+#include "fp8.h"
 #include "handles.h"
 #include "memory.h"
 #include "pinned.h"
@@ -107,6 +108,7 @@ void * get_proc_address(ggml_backend_reg_t, const char * name) {
     if (!strcmp(name, "simgpu_stats")) return reinterpret_cast<void *>(simgpu_stats);
     if (!strcmp(name, "simgpu_reset_stats")) return reinterpret_cast<void *>(simgpu_reset_stats);
     if (!strcmp(name, "simgpu_cpu_expert_ns")) return reinterpret_cast<void *>(simgpu_cpu_expert_ns);
+    if (settings().expands_fp8 && !strcmp(name, "hybrid_moe_expand_fp8")) return reinterpret_cast<void *>(simgpu_expand_fp8);
     if (!strcmp(name, "simgpu_cpu_expert")) return reinterpret_cast<void *>(simgpu_cpu_expert);
     return nullptr;
 }

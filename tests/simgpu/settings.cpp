@@ -78,6 +78,7 @@ const std::vector<MachineOption> & machine_options() {
         {"SIMGPU_MODE", "exact, copies or timing", mode},
         {"SIMGPU_THREADS", "1 to 256", [](auto & t, auto & s) { return between(t, 1, 256, s.n_threads); }},
         {"SIMGPU_PAGEABLE_BLOCKS", "0 or 1", [](auto & t, auto & s) { return flag(t, s.pageable_blocks); }},
+        {"SIMGPU_FP8", "0 or 1", [](auto & t, auto & s) { return flag(t, s.expands_fp8); }},
         {"SIMGPU_PINNED_SHARED", "0 or 1", [](auto & t, auto & s) { return flag(t, s.pinned_shared); }},
         {"SIMGPU_CPU_GBPS", "a number above 0", [](auto & t, auto & s) { return positive(t, s.cpu_gbps); }},
         {"SIMGPU_CPU_TFLOPS", "a number above 0", [](auto & t, auto & s) { return positive(t, s.cpu_tflops); }},
