@@ -12,9 +12,10 @@ namespace hybrid_moe {
 enum class WeightType : int {
     f32 = 0, f16 = 1, bf16 = 2, q8_0 = 3, fp8_e4m3 = 4,
     q4_0 = 5, q4_k = 6, q5_k = 7, q6_k = 8, iq4_xs = 9, mxfp4 = 10, nvfp4 = 11,
+    foreign = 12,  // any other of the host's: no kernel here and no fact below is about it; devices may compute it
 };
 
-constexpr int n_weight_types = 12;
+constexpr int n_weight_types = 12;  // with kernels
 
 const char * name_of(WeightType type);
 

@@ -23,7 +23,7 @@ constexpr TypeFacts facts[n_weight_types] = {
 
 }  // namespace
 
-const char * name_of(WeightType type) { return facts[int(type)].name; }
+const char * name_of(WeightType type) { return type == WeightType::foreign ? "another type" : facts[int(type)].name; }
 int64_t group_len(WeightType type) { return facts[int(type)].group_len; }
 size_t group_bytes(WeightType type) { return facts[int(type)].group_bytes; }
 int64_t gemm_min_rows(WeightType type) { return facts[int(type)].gemm_min_rows; }

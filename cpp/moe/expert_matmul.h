@@ -19,6 +19,7 @@ struct ExpertWeights {
     const uint8_t *     base         = nullptr;
     size_t              expert_bytes = 0;
     ExpertTensor *      scattered    = nullptr;
+    int                 host_type    = 0;  // the host's number of the type
 
     const std::vector<RowPart> & parts() const {
         static const std::vector<RowPart> none;
@@ -74,7 +75,7 @@ inline bool must_abort(const RunOptions & options, int i_thread) {
     return i_thread == 0 && options.abort && options.abort(options.abort_data);
 }
 
-enum class RunStatus { ok, aborted, failed };
+enum class RunStatus { ok, aborted, failed, not_here };  // not_here: no kernel of ours can, and no device did
 
 // Runs it. On failure `error` (at least 512 bytes) holds one sentence: ids out of range, or damaged weights.
 RunStatus run_expert_matmul(const ExpertMatmul & op, const RunOptions & options, Workspace & work, char * error);

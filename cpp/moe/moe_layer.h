@@ -57,12 +57,20 @@ struct MoeLayer {
     uint8_t * y = nullptr;              // float [n_tokens][n_embd]; may overlap x
     int64_t y_token_stride = 0;
 
+    // Whether kernels of ours can run it.
+    bool has_kernels() const {
+        const auto has = [](const Projection & p) { return p.n_rows == 0 || p.weights.shape.type != WeightType::foreign; };
+        return has(gate) && has(up) && has(down);
+    }
     int64_t n_ff() const { return up.n_rows; }
     int64_t n_embd() const { return down.n_rows; }
 };
 
 // Inputs that y overlaps are copied into the workspace, because y is written before all of them have been read.
 void protect_inputs(MoeLayer & layer, Workspace & work);
+
+// The other way: what y has overwritten is restored. `with_copies` is the layer after protect_inputs.
+void unprotect_inputs(const MoeLayer & original, const MoeLayer & with_copies);
 
 // Runs it on the CPU: all experts, or those in `only` ([n_expert], non-zero: in), whose share of y is then written to all
 // rows. The order of additions: inside a dot product as the kernels say; over the experts of a token in

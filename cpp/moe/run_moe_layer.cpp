@@ -272,12 +272,41 @@ RunStatus run_token_tile(const MoeLayer & layer, int64_t token0, int64_t n_token
     return RunStatus::ok;
 }
 
+
+Input x_of(MoeLayer & layer) {
+    return {&layer.x, &layer.x_token_stride, &layer.x_slot_stride, layer.n_x_slots, layer.up.weights.shape.k * 4};
+}
+
+Input ids_of(MoeLayer & layer) { return {&layer.ids.data, &layer.ids.token_stride, &layer.ids.slot_stride, layer.ids.n_used, 4}; }
+
+Input weights_of(MoeLayer & layer) {
+    return {&layer.weights, &layer.weights_token_stride, &layer.weights_slot_stride, layer.ids.n_used, 4};
+}
+
+void restore(const Input & to, const Input & from, int64_t n_tokens) {
+    if (*to.data == *from.data) return;  // it was not copied
+    for (int64_t t = 0; t < n_tokens; t++) {
+        for (int64_t s = 0; s < to.n_slots; s++) {
+            memcpy(const_cast<uint8_t *>(*to.data) + t * *to.token_stride + s * *to.slot_stride,
+                   *from.data + t * *from.token_stride + s * *from.slot_stride, size_t(to.n_bytes));
+        }
+    }
+}
+
 }  // namespace
 
 void protect_inputs(MoeLayer & layer, Workspace & work) {
-    protect(layer, {&layer.x, &layer.x_token_stride, &layer.x_slot_stride, layer.n_x_slots, layer.up.weights.shape.k * 4}, work.x_copy);
-    protect(layer, {&layer.ids.data, &layer.ids.token_stride, &layer.ids.slot_stride, layer.ids.n_used, 4}, work.ids_copy);
-    protect(layer, {&layer.weights, &layer.weights_token_stride, &layer.weights_slot_stride, layer.ids.n_used, 4}, work.weights_copy);
+    protect(layer, x_of(layer), work.x_copy);
+    protect(layer, ids_of(layer), work.ids_copy);
+    protect(layer, weights_of(layer), work.weights_copy);
+}
+
+void unprotect_inputs(const MoeLayer & original, const MoeLayer & with_copies) {
+    MoeLayer to = original;
+    MoeLayer from = with_copies;
+    restore(x_of(to), x_of(from), to.ids.n_tokens);
+    restore(ids_of(to), ids_of(from), to.ids.n_tokens);
+    restore(weights_of(to), weights_of(from), to.ids.n_tokens);
 }
 
 RunStatus run_moe_layer(const MoeLayer & given, const RunOptions & options, Workspace & work, char * error, const std::vector<char> * only) {

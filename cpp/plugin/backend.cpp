@@ -6,7 +6,9 @@
 #include "plugin/expert_scale.h"
 #include "plugin/recognise.h"
 #include "plugin/settings.h"
+#include "plugin/stock_cpu.h"
 #include "stream/streams.h"
+#include "stream/trace.h"
 
 #include <exception>
 #include <string>
@@ -21,6 +23,7 @@ struct BackendContext {
     Workspace           work;
     DeviceInputs        inputs;
     StreamContext       stream;
+    StockCpu            stock;
 };
 
 BackendContext & context_of(ggml_backend_t backend) { return *static_cast<BackendContext *>(backend->context); }
@@ -44,27 +47,41 @@ ggml_status status_of(RunStatus status, const char * error) {
     switch (status) {
         case RunStatus::ok:      return GGML_STATUS_SUCCESS;
         case RunStatus::aborted: return GGML_STATUS_ABORTED;
-        case RunStatus::failed:  break;
+        case RunStatus::failed:
+        case RunStatus::not_here: break;
     }
     return report_failure(error);
 }
 
-ggml_status compute_matmul(BackendContext & ctx, const RunOptions & options, const ggml_tensor * node) {
+ggml_status compute_stock(BackendContext & ctx, ggml_cgraph * graph, int first, int n) {
+    const ggml_status status = ctx.stock.compute(graph, first, n, ctx.n_threads, ctx.abort, ctx.abort_data);
+    if (status != GGML_STATUS_FAILED) return status;
+    return report_failure(name_of_node(host().ggml_graph_node(graph, first)) + "the host's CPU back end failed");
+}
+
+ggml_status compute_matmul(BackendContext & ctx, const RunOptions & options, ggml_cgraph * graph, int i) {
+    const ggml_tensor * node = host().ggml_graph_node(graph, i);
     ExpertMatmul op;
     if (const char * why = describe_matmul(node, op)) return report_failure(name_of_node(node) + why);
+    if (op.experts.shape.type == WeightType::foreign) return compute_stock(ctx, graph, i, 1);
     char error[512];
     return status_of(run_expert_matmul(op, options, ctx.work, error), error);
 }
 
-// On the devices that stream, where that is faster, else on the CPU.
-ggml_status compute_layer(BackendContext & ctx, const MoeLayer & layer, const RunOptions & options) {
+// Nodes [first, first + n), which are the layer: on the devices that stream, where that is faster, else on the CPU.
+ggml_status compute_layer(BackendContext & ctx, ggml_cgraph * graph, int first, int n, const MoeLayer & layer, const RunOptions & options) {
     char error[512];
     if (!Streams::get().may_stream(layer.ids.n_tokens)) return status_of(run_moe_layer(layer, options, ctx.work, error), error);
     const int64_t row_bytes = layer.up.weights.shape.k * int64_t(sizeof(float));
     const bool is_plain = layer.n_x_slots == 1 && layer.x_token_stride == row_bytes;
     const DeviceInput * x = is_plain ? ctx.inputs.find(layer.x, layer.ids.n_tokens, row_bytes) : nullptr;
     if (!x) ctx.inputs.all_to_host();
-    return status_of(Streams::get().run(layer, options, ctx.work, ctx.stream, x, error), error);
+    const RunStatus status = Streams::get().run(layer, options, ctx.work, ctx.stream, x, error);
+    if (status != RunStatus::not_here) return status_of(status, error);
+    const int64_t begin = now_ns();
+    const ggml_status stock = compute_stock(ctx, graph, first, n);
+    Streams::get().learn_cpu(layer, double(now_ns() - begin) * 1e-9);
+    return stock;
 }
 
 // Computes the node at i, or the whole block that begins there; moves i behind it.
@@ -79,11 +96,10 @@ ggml_status compute_next(BackendContext & ctx, ggml_cgraph * graph, int & i) {
         MoeLayer layer;
         if (const int n_nodes = recognise_layer(graph, i, layer)) {
             i += n_nodes;
-            return compute_layer(ctx, layer, options);
+            return compute_layer(ctx, graph, i - n_nodes, n_nodes, layer, options);
         }
-        i++;
         ctx.inputs.all_to_host();
-        return compute_matmul(ctx, options, node);
+        return compute_matmul(ctx, options, graph, i++);
     }
     i++;
     ctx.inputs.all_to_host();

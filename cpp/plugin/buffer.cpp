@@ -2,6 +2,7 @@
 #include "plugin/buffer.h"
 
 #include "checkpoint/expert_table.h"
+#include "plugin/describe.h"
 #include "plugin/device.h"
 #include "plugin/mapped_file.h"
 #include "plugin/scale_search.h"
@@ -51,7 +52,7 @@ void * get_base(ggml_backend_buffer_t buffer) { return context_of(buffer).base; 
 
 bool matches(const ggml_tensor * t, const ExpertTensor::Shape & s) {
     WeightType type;
-    return weight_type_of(t->type, type) && type == s.type && t->ne[0] == s.k && t->ne[1] == s.n_rows &&
+    return (s.type == WeightType::foreign || (weight_type_of(t->type, type) && type == s.type)) && t->ne[0] == s.k && t->ne[1] == s.n_rows &&
            t->ne[2] == s.n_expert && t->ne[3] == 1;
 }
 
@@ -67,11 +68,9 @@ std::unique_ptr<ExpertTensor> experts_of(const ggml_tensor * tensor) {
 
 // A weight that can only be one of experts; intermediate results have an operation, or one row per expert used.
 bool is_expert_weight(const ggml_tensor * t, ExpertTensor::Shape & shape) {
-    WeightType type;
-    if (t->op != GGML_OP_NONE || t->ne[2] < 2 || t->ne[1] < 2 || t->ne[3] != 1 || !weight_type_of(t->type, type)) return false;
-    shape = {type, t->ne[2], t->ne[1], t->ne[0], t->nb[1]};
-    return t->ne[0] % group_len(type) == 0 && t->nb[1] == size_t(t->ne[0] / group_len(type)) * group_bytes(type) &&
-           t->nb[2] == t->nb[1] * size_t(t->ne[1]);
+    if (t->op != GGML_OP_NONE || t->ne[2] < 2 || t->ne[1] < 2 || t->ne[3] != 1) return false;
+    shape = weights_of(t).shape;
+    return t->nb[2] == t->nb[1] * size_t(t->ne[1]);
 }
 
 // Experts of a GGUF in the host's mapping, of a type that needs no scales. Null when they lie in no file.
@@ -118,7 +117,9 @@ void keep_in_memory(const BufferContext & ctx, const ggml_tensor * tensor, std::
         return;
     }
     if (!experts) experts = mapped_experts(tensor->name, shape, data);
-    if (!experts) {
+    if (experts && shape.type == WeightType::foreign) {
+        pin_mapping(tensor, *experts);  // stock kernels read the mapping: a copy would be a second one
+    } else if (!experts) {
         note_trouble("no file", "experts_memory=copy: the host's memory is of no file: experts stay where it put them");
     } else if (!pinned) {
         experts->copy_to_memory();

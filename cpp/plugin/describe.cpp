@@ -5,6 +5,7 @@
 #include "plugin/elementwise.h"
 #include "plugin/expert_scale.h"
 #include "plugin/settings.h"
+#include "stream/streams.h"
 
 #include <cstring>
 
@@ -13,19 +14,33 @@ namespace {
 
 size_t row_bytes_of(WeightType type, int64_t k) { return size_t(k / group_len(type)) * group_bytes(type); }
 
+// Null when our kernels run weights of that type and layout.
+const char * refusal_of_weights(const ggml_tensor * w) {
+    WeightType type;
+    if (!weight_type_of(w->type, type)) return "no kernel for the weights' type";
+    if (!worth_taking(*settings().kernels, type)) return "stock ggml is faster at the weights' type on this CPU";
+    if (w->ne[3] != 1 || w->ne[0] % group_len(type) != 0) return "the weights' rows are no multiple of their group";
+    if (w->nb[0] != group_bytes(type) || w->nb[1] != row_bytes_of(type, w->ne[0])) return "weight rows must be contiguous";
+    return nullptr;
+}
+
+// Types that stock ggml's kernels keep, but whose long batches devices compute.
+bool streams_as_foreign(const ggml_tensor * w, int64_t n_tokens) {
+    return w->type != GGML_TYPE_I8 && Streams::get().may_stream(n_tokens) && Streams::get().takes_type(w->type) && w->ne[3] == 1 &&
+           w->nb[1] == host().ggml_row_size(w->type, w->ne[0]);
+}
+
 // Null when the node is a MUL_MAT_ID that we can run, else the reason.
 const char * refusal(const ggml_tensor * node) {
     const ggml_tensor * w   = node->src[0];
     const ggml_tensor * x   = node->src[1];
     const ggml_tensor * ids = node->src[2];
     if (!w || !x || !ids) return "a source is missing";
-    WeightType type;
-    if (!weight_type_of(w->type, type)) return "no kernel for the weights' type";
-    if (!worth_taking(*settings().kernels, type)) return "stock ggml is faster at the weights' type on this CPU";
+    if (const char * why = refusal_of_weights(w)) {
+        if (!streams_as_foreign(w, x->ne[2])) return why;
+    }
     if (x->type != GGML_TYPE_F32 || node->type != GGML_TYPE_F32) return "activations must be F32";
     if (ids->type != GGML_TYPE_I32) return "ids must be I32";
-    if (w->ne[3] != 1 || w->ne[0] % group_len(type) != 0) return "the weights' rows are no multiple of their group";
-    if (w->nb[0] != group_bytes(type) || w->nb[1] != row_bytes_of(type, w->ne[0])) return "weight rows must be contiguous";
     if (x->nb[0] != sizeof(float) || node->nb[0] != sizeof(float)) return "activation rows must be contiguous";
     if (x->ne[0] != w->ne[0] || x->ne[1] < 1 || ids->ne[1] != x->ne[2]) return "shapes do not match";
     return nullptr;
@@ -100,7 +115,8 @@ float param_f32(const ggml_tensor * t, int i) {
 ExpertWeights weights_of(const ggml_tensor * w) {
     ExpertWeights e;
     e.name = w->name;
-    weight_type_of(w->type, e.shape.type);
+    if (refusal_of_weights(w) || !weight_type_of(w->type, e.shape.type)) e.shape.type = WeightType::foreign;
+    e.host_type       = w->type;
     e.shape.n_expert  = w->ne[2];
     e.shape.n_rows    = w->ne[1];
     e.shape.k         = w->ne[0];

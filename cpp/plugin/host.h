@@ -31,6 +31,8 @@ namespace hybrid_moe {
     X(ggml_graph_overhead_custom)            \
     X(ggml_tensor_overhead)                  \
     X(ggml_build_forward_expand)             \
+    X(ggml_graph_add_node)                   \
+    X(ggml_new_tensor_3d)                    \
     X(ggml_get_rows)                         \
     X(ggml_set_rows)                         \
     X(ggml_mul_mat)                          \

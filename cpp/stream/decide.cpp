@@ -31,8 +31,12 @@ int64_t rows_of(const std::vector<QueuedExpert> & experts) {
 
 double seconds_of(int64_t begin_ns) { return double(now_ns() - begin_ns) * 1e-9; }
 
-std::string text_of(const PartWeights & p) {
-    return p.exists() ? std::string(name_of(p.weights.shape.type)) + " " + std::to_string(p.n_rows) + "x" + std::to_string(p.k()) : "-";
+std::string text_of(const LayerExperts & experts) {
+    std::string text = std::to_string(experts.n_expert()) + " experts";
+    for (const PartWeights & p : experts.parts) {
+        if (p.exists()) text += "; " + std::string(host().ggml_type_name(ggml_type(p.weights.host_type))) + " " + std::to_string(p.n_rows) + "x" + std::to_string(p.k());
+    }
+    return text;
 }
 
 }  // namespace
@@ -99,7 +103,7 @@ Rates Streams::calibrate(const Pass & pass) {
             while (!d.finish(std::chrono::milliseconds(100))) {}
         }
     }
-    rates.cpu     = calibrate_cpu(pass, sample);
+    if (pass.layer.has_kernels()) rates.cpu = calibrate_cpu(pass, sample);
     rates.devices = rates_of(pass.devices);
     return rates;
 }
@@ -107,7 +111,7 @@ Rates Streams::calibrate(const Pass & pass) {
 Rates Streams::rates_for(const Pass & pass) {
     std::string name = cpu_name() + "; " + std::to_string(pass.options.n_threads) + " threads; " + pass.options.kernels->name;
     for (const size_t i : pass.devices) name += "; " + devices_[i]->gpu().name + " " + devices_[i]->gpu().description;
-    for (const PartWeights & p : pass.experts->parts) name += "; " + text_of(p);
+    name += "; " + text_of(*pass.experts);
     std::replace(name.begin(), name.end(), '\t', ' ');
     Rates rates;
     if (options_.slp == Slp::automatic && pass.layer.ids.n_tokens < min_automatic_tokens) return rates;
@@ -116,12 +120,22 @@ Rates Streams::rates_for(const Pass & pass) {
         for (size_t i = 0; i < pass.devices.size(); i++) devices_[pass.devices[i]]->know_rate(rates.devices[i]);
     } else {
         rates = calibrate(pass);
-        const bool is_whole = rates.devices.size() == pass.devices.size() && rates.cpu.s_per_row > 0;
+        const bool is_whole = rates.devices.size() == pass.devices.size() && (rates.cpu.s_per_row > 0 || !pass.layer.has_kernels());
         if (is_whole) keep_rates(name, rates);
         ready_devices(pass, make_index(pass.layer, pass.route));  // the sample's batch was a smaller one
     }
     rates.devices = rates_of(pass.devices);
+    if (!pass.layer.has_kernels()) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        rates.cpu.s_per_row = stock_s_per_row_[text_of(*pass.experts)];
+    }
     return rates;
+}
+
+void Streams::learn_cpu(const MoeLayer & layer, double seconds) {
+    const double rows = double(layer.ids.n_tokens * layer.ids.n_used);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (rows > 0) stock_s_per_row_[text_of(experts_of(layer))] = seconds / rows;
 }
 
 StreamPlan Streams::decide(const Pass & pass, const Rates & rates) const {
@@ -142,7 +156,7 @@ StreamPlan Streams::decide(const Pass & pass, const Rates & rates) const {
     plan.cpu_s     = double(plan.by_rows.size()) * rates.cpu.s_per_expert + double(rows_of(plan.by_rows)) * rates.cpu.s_per_row;
     plan.streams   = options_.slp == Slp::on || plan.devices_s < plan.cpu_s;
     plan.why       = !plan.streams ? "CPU, predicted faster" : options_.slp == Slp::on ? "streamed, as chosen" : "streamed, predicted faster";
-    if (plan.streams && options_.cpu_helps && rates.cpu.s_per_row > 0) {
+    if (plan.streams && options_.cpu_helps && l.has_kernels() && rates.cpu.s_per_row > 0) {
         plan.n_cpu_experts = share_of_cpu(plan.by_rows, bytes, rates.devices, rates.cpu);
     }
     return plan;

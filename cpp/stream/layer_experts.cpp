@@ -11,7 +11,7 @@ PartWeights part_of(const Projection & p) {
     part.weights.name = "";
     part.row0         = p.row0;
     part.n_rows       = p.n_rows;
-    part.device_type  = device_type_of(p.weights.shape.type);
+    part.device_type  = p.weights.shape.type == WeightType::foreign ? ggml_type(p.weights.host_type) : device_type_of(p.weights.shape.type);
     if (p.weights.scattered) p.weights.scattered->block(part.block_rows, part.block_k);
     return part;
 }
@@ -21,7 +21,7 @@ bool is_same_matrix(const PartWeights & a, const PartWeights & b) {
 }
 
 bool is_same_shape(const PartWeights & a, const PartWeights & b) {
-    return a.n_rows == b.n_rows && (!a.exists() || (a.k() == b.k() && a.weights.shape.type == b.weights.shape.type && a.block_rows == b.block_rows && a.block_k == b.block_k));
+    return a.n_rows == b.n_rows && (!a.exists() || (a.k() == b.k() && a.weights.shape.type == b.weights.shape.type && a.device_type == b.device_type && a.block_rows == b.block_rows && a.block_k == b.block_k));
 }
 
 }  // namespace
@@ -40,6 +40,7 @@ ggml_type device_type_of(WeightType type) {
         case WeightType::iq4_xs:   return GGML_TYPE_IQ4_XS;
         case WeightType::mxfp4:    return GGML_TYPE_MXFP4;
         case WeightType::nvfp4:    return GGML_TYPE_NVFP4;
+        case WeightType::foreign:  break;
     }
     return GGML_TYPE_F32;
 }

@@ -47,7 +47,7 @@ struct LayerExperts {
 
 LayerExperts experts_of(const MoeLayer & layer);
 
-// Null when the type is known on devices; FP8 becomes BF16.
+// Of our types; FP8 becomes BF16.
 ggml_type device_type_of(WeightType type);
 
 }  // namespace hybrid_moe

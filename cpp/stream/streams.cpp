@@ -79,6 +79,21 @@ bool Streams::may_stream(int64_t n_tokens) {
     return !devices_.empty();
 }
 
+bool Streams::takes_type(ggml_type type) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = takes_.find(type);
+    if (known != takes_.end()) return known->second;
+    const TensorContext context(4);
+    constexpr int64_t k = 2048;  // whole groups of every type
+    ggml_tensor * w = host().ggml_new_tensor_2d(context.get(), type, k, 64);
+    ggml_tensor * x = host().ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, k, 64);
+    const ggml_tensor * y = host().ggml_mul_mat(context.get(), w, x);
+    bool takes = false;
+    for (const auto & d : devices_) takes = takes || d->gpu().supports(y);
+    takes_[type] = takes;
+    return takes;
+}
+
 std::vector<Gpu> Streams::gpus() {
     std::vector<Gpu> all;
     if (!may_stream(min_tokens)) return all;
@@ -204,11 +219,12 @@ RunStatus Streams::run_pass(Pass & pass, char * error) {
         return RunStatus::failed;
     }
     const auto on_cpu = [&] {
+        n_on_cpu_++;
         if (pass.x && !pass.x->to_host()) {
             snprintf(error, 512, "%s: the device lost the input of %s", pass.x->gpu->name.c_str(), pass.experts->name().c_str());
             return RunStatus::failed;
         }
-        n_on_cpu_++;
+        if (!pass.layer.has_kernels()) return RunStatus::not_here;
         return run_moe_layer(pass.layer, pass.options, pass.work, error);
     };
     std::vector<std::unique_lock<std::mutex>> leases;
@@ -247,6 +263,7 @@ RunStatus Streams::run(const MoeLayer & given, const RunOptions & options, Works
         const MoeLayer part = tokens_of(layer, t0, std::min(per_pass, layer.ids.n_tokens - t0));
         Pass pass{part, experts, options, work, context.route, in_one ? x : nullptr, {}};
         const RunStatus status = run_pass(pass, error);
+        if (status == RunStatus::not_here) unprotect_inputs(given, layer);
         if (status != RunStatus::ok) return status;
         for (size_t e = 0; e < rows.size(); e++) rows[e] += context.route.n_rows(int64_t(e));
     }

@@ -60,12 +60,17 @@ public:
 
     // Whether a batch of so many tokens may stream at all; opens the devices when it is the first.
     bool may_stream(int64_t n_tokens);
+    // Whether some device computes products with weights of that type.
+    bool takes_type(ggml_type type);
+    // What the host's own kernels took for a whole layer that ours do not run.
+    void learn_cpu(const MoeLayer & layer, double seconds);
+
     // The devices that stream; empty when streaming is off.
     std::vector<Gpu> gpus();
     // The device of that ggml device; null when it is none of ours.
     const Gpu * gpu_of(ggml_backend_dev_t device) const;
 
-    // Runs the layer, on devices where that is faster. `x`: where its input is instead of layer.x; null: it is there.
+    // Runs the layer, on devices where that is faster. not_here: the host's CPU kernels are to run it. `x`: where its input is instead of layer.x; null: it is there.
     RunStatus run(const MoeLayer & layer, const RunOptions & options, Workspace & work, StreamContext & context, const DeviceInput * x,
                   char * error);
 
@@ -102,6 +107,8 @@ private:
     LookAhead::Guess                           guess_;
     std::vector<std::pair<std::string, std::string>> troubles_;
     std::string                                last_plan_, last_rates_;
+    std::map<ggml_type, bool>                  takes_;
+    std::map<std::string, double>              stock_s_per_row_;  // by kind of layer
     std::unique_ptr<std::atomic<int>[]>        n_failures_;  // in a row, per device
     std::atomic<uint64_t>                      n_streamed_{0}, n_on_cpu_{0};  // layers that might have been streamed
     std::atomic<uint64_t>                      n_cpu_experts_{0};             // experts that the CPU took of streamed layers
