@@ -49,27 +49,42 @@ def run(r: Request) -> None:
 
 def summary(a: Fits) -> list[str]:
     """The answer in words, for `fits` and `info`."""
-    lines = [f"limited by:   {a.limited_by}"]
     if a.best is None or a.fastest is None:
-        return [f"n_ubatch:     none: not even {a.rows[0].n_ubatch} fits", *lines, *_advice(a)]
-    times = "once" if a.n_passes == 1 else f"{a.n_passes} times"
+        lines = [
+            f"n_ubatch:     none: not even {a.rows[0].n_ubatch} fits",
+            f"limited by:   {a.limited_by}",
+            *_advice(a),
+        ]
+    else:
+        times = "once" if a.n_passes == 1 else f"{a.n_passes} times"
+        lines = [
+            f"n_ubatch:     {a.best.n_ubatch} at most, at {a.fastest.n_ubatch} the prompt is fastest",
+            f"limited by:   {a.limited_by}",
+            f"one pass:     {a.link_bytes / 1e9:.3g} GB of experts in {a.pass_s:.3g} s, so at most "
+            f"{a.best.ceiling_tps:.0f} tokens/s of prefill",
+            f"TTFT:         {a.ttft_link_s:.3g} s at least for {a.n_prompt} tokens (experts streamed {times}); {a.ttft_s:.3g} s "
+            f"with compute at {a.tflops:g} TFLOP/s: the {'link' if a.slowest == 'link' else 'GPU'} is what it waits for",
+        ]
+    return [*lines, *_attention(a), *(f"note:         {note}" for note in a.notes)]
+
+
+def _attention(a: Fits) -> list[str]:
+    attention = "not counted" if a.cost.attention is None else f"{a.cost.attention / 1e15:.3g} PFLOP"
     lines = [
-        f"n_ubatch:     {a.best.n_ubatch} at most, at {a.fastest.n_ubatch} the prompt is fastest",
-        *lines,
-        f"one pass:     {a.link_bytes / 1e9:.0f} GB of experts in {a.pass_s:.1f} s, so at most "
-        f"{a.best.ceiling_tps:.0f} tokens/s of prefill",
-        f"TTFT:         {a.ttft_link_s:.1f} s at least for {a.n_prompt} tokens (experts streamed {times}); {a.ttft_s:.1f} s "
-        f"with compute at {a.tflops:g} TFLOP/s: the {'link' if a.slowest == 'link' else 'GPU'} is what it waits for",
+        f"attention:    {attention}, with the projections' {a.cost.projections / 1e15:.3g}: {a.serial_s:.3g} s on one GPU at "
+        f"a time; experts {a.cost.experts / 1e15:.3g} PFLOP"
     ]
-    attention = f"{a.cost.attention / 1e15:.2f} PFLOP" if a.cost.attention is not None else "not counted"
-    seconds = a.cost.outside_experts / a.tflops / 1e12
-    lines.append(
-        f"prompt:       attention {attention}, projections {a.cost.projections / 1e15:.2f}: {seconds:.1f} s on one GPU "
-        f"at a time; experts {a.cost.experts / 1e15:.2f} PFLOP"
-    )
     if len(a.gpus) > 1:
         lines.append(f"split mode:   {a.split_mode}: {a.split_reason}")
-    return lines + [f"note:         {note}" for note in a.notes]
+        for mode, refusal in a.split_modes.items():
+            if refusal:
+                lines.append(f"              {mode} is refused: {refusal}")
+        if a.tensor_s is not None:
+            lines.append(
+                f"              tensor is possible: {a.tensor_s:.3g} s, with {a.tensor_sum_bytes / 1e9:.3g} GB of sums over "
+                "each link; llama.cpp cannot account for its memory"
+            )
+    return lines
 
 
 def info_section(model: str) -> dict[str, Any] | None:
@@ -128,6 +143,6 @@ def _advice(a: Fits) -> list[str]:
     device = min(a.rows[0].devices, key=lambda d: d.ring)
     missing = max(0, -device.ring) + 2 * a.slot_bytes
     return [
-        f"missing:      {missing / GIB:.1f} GiB on {device.name}: a smaller --context, --kv-type q8_0 or --dense-type q8_0 "
+        f"missing:      {missing / GIB:.3g} GiB on {device.name}: a smaller --context, --kv-type q8_0 or --dense-type q8_0 "
         "save some"
     ]

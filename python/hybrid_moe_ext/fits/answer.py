@@ -63,6 +63,10 @@ class Fits:
     ttft_link_s: float  # n_passes x pass_s
     ttft_s: float  # with activations and compute
     cost: Cost  # of the prompt
+    serial_s: float  # everything but the experts on one GPU at a time, as with "none" and "layer"
+    tensor_s: float | None  # the same with "tensor": divided, with its sums over the links; None where it cannot be had
+    tensor_sum_bytes: int  # that "tensor" sends each way over every link for its sums
+    split_modes: dict[str, str]  # of several GPUs: llama.cpp's mode -> "", or why it refuses
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:

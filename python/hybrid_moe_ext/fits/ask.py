@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import CheckpointError, OptionError
 from ..info import ACCEPTED_TYPES
@@ -66,14 +66,39 @@ def ask(
         )  # fmt: skip
         if len(gpus) == 1:
             return _answer(question, accounting, gpus, "none", "one GPU")
-        if split_mode != "auto":
-            return _answer(question, accounting, gpus, split_mode, "as asked for")
-        return _faster(
-            _answer(question, accounting, gpus, "layer", "it leaves each GPU the most room, and no other is faster"),
-            _answer(
-                question, accounting, gpus, "none", "the first GPU has room for all layers, the others for a long ring"
-            ),
-        )
+        answer = _of_several(question, accounting, gpus, split_mode)
+        return _with_split_modes(answer, _try_split_modes(question, accounting, gpus))
+
+
+def _of_several(q: _Question, accounting: Accounting, gpus: tuple[Gpu, ...], mode: str) -> Fits:
+    """Layers are spread unless that costs speed: it never takes more memory of any GPU."""
+    if mode != "auto":
+        return _answer(q, accounting, gpus, mode, "as asked for")
+    layer = _answer(q, accounting, gpus, "layer", "it leaves each GPU the most room, and no other is faster")
+    none = _answer(q, accounting, gpus, "none", "all layers fit on the first GPU, so the others hold a longer ring")
+    if none.fastest is None or (layer.fastest and none.fastest.tps <= 1.01 * layer.fastest.tps):
+        return layer
+    return none
+
+
+def _try_split_modes(q: _Question, accounting: Accounting, gpus: tuple[Gpu, ...]) -> dict[str, str]:
+    """Whether rows can be split is the back end's affair: an assumed GPU says nothing about it."""
+    found = {}
+    for mode in ("none", "layer", "row", "tensor"):
+        if mode == "row" and any(gpu.backend == "assumed" for gpu in gpus):
+            continue
+        try:
+            accounting.load(q.source.kind, q.source.path, q.dense_type, mode, list(gpus))
+            found[mode] = ""
+        except Refused as refusal:
+            found[mode] = str(refusal)
+    return found
+
+
+def _with_split_modes(a: Fits, modes: dict[str, str]) -> Fits:
+    if modes["tensor"]:
+        return replace(a, split_modes=modes)
+    return replace(a, split_modes=modes, tensor_s=a.serial_s / len(a.gpus) + a.tensor_sum_bytes / min(a.links) / 1e9)
 
 
 def _bytes(vram: list[float]) -> list[int]:
@@ -93,13 +118,6 @@ def _fp8_link(wanted: str, source: Source, gpus: tuple[Gpu, ...]) -> str:
     if wanted != "auto":
         return wanted
     return "codes" if all(gpu.backend in ("CUDA", "assumed") for gpu in gpus) else "bf16"
-
-
-def _faster(layer: Fits, none: Fits) -> Fits:
-    """Layers are spread unless that costs speed: it never takes more memory of any GPU."""
-    if none.fastest is None or (layer.fastest and none.fastest.tps <= 1.01 * layer.fastest.tps):
-        return layer
-    return none
 
 
 def _answer(q: _Question, accounting: Accounting, gpus: tuple[Gpu, ...], mode: str, reason: str) -> Fits:
@@ -135,6 +153,8 @@ def _answer(q: _Question, accounting: Accounting, gpus: tuple[Gpu, ...], mode: s
         slot_bytes=setting.slot_bytes, pass_s=setting.pass_s, rows=tuple(rows), best=best,
         fastest=fastest, limited_by=find.limit(setting, rows), slowest=_slowest(setting, fastest), n_passes=passes,
         ttft_link_s=passes * setting.pass_s, ttft_s=n_prompt / fastest.tps if fastest else 0.0, cost=setting.cost,
+        serial_s=setting.cost.outside_experts / q.tflops / 1e12, tensor_s=None, split_modes={},
+        tensor_sum_bytes=find.tensor_sum_bytes(setting, int(meta[f"{arch}.block_count"])),
         notes=_notes(q.source, gpus, setting.cost),
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import sys
 from collections import deque
 from contextlib import ExitStack
@@ -33,7 +34,7 @@ _KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
 _FLASH_ATTENTION = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED
 
 _lines: deque[str] = deque(maxlen=400)
-_errors: deque[str] = deque(maxlen=2)
+_errors: list[str] = []
 
 
 def _keep(level: int, text: bytes, _: Any) -> None:
@@ -123,7 +124,8 @@ def _compare_with_log(uses: list[breakdown.BufferUse]) -> None:
 
 
 def _reasons() -> str:
-    return "; ".join(_errors)
+    """The first complaint; those after it say that something failed."""
+    return re.sub(r"^\w+: (error loading model: )?", "", _errors[0]) if _errors else ""
 
 
 def _set_pointer(params: Any, field: str, address: int) -> None:

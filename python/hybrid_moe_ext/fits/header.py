@@ -16,7 +16,7 @@ ALIGNMENT = 32  # GGUF's default
 
 def write_header(path: Path, shape: Shape, tensors: list[Tensor]) -> None:
     w = gguf.GGUFWriter(path, shape.arch)
-    _write_metadata(w, shape)
+    write_metadata(w, shape)
     for t in tensors:
         w.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.n_bytes, raw_dtype=t.type)
     w.write_header_to_file()
@@ -35,7 +35,7 @@ def write_header(path: Path, shape: Shape, tensors: list[Tensor]) -> None:
         ) from error
 
 
-def _write_metadata(w: gguf.GGUFWriter, s: Shape) -> None:
+def write_metadata(w: gguf.GGUFWriter, s: Shape) -> None:
     w.add_vocab_size(s.n_vocab)
     w.add_tokenizer_model("no_vocab")
     w.add_context_length(s.n_ctx_train)

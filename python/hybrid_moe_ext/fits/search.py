@@ -117,6 +117,11 @@ def layer_seconds(s: Setting, n_ubatch: int) -> tuple[float, float, float]:
     return copy, s.cost.experts / layers / rate / len(s.gpus), s.cost.outside_experts / layers / rate
 
 
+def tensor_sum_bytes(s: Setting, n_layer: int) -> int:
+    """Each half of a layer ends with a sum over the GPUs: all tokens' values go down from each and the others' up to it."""
+    return 2 * n_layer * s.n_prompt * s.n_embd * F32 * (len(s.gpus) - 1)
+
+
 def limit(s: Setting, rows: list[Row]) -> str:
     """What keeps n_ubatch from being larger."""
     if rows[-1].fits:
