@@ -1,5 +1,7 @@
-"""Child process of test_fits: python split_modes.py SIMGPU GGUF MODE... Attention on two simulated GPUs in llama.cpp's split modes,
-experts on our device. Prints as JSON, per mode, how far its logits are from the CPU's and what it took, or llama.cpp's refusal."""
+"""Child process of test_fits: python split_modes.py SIMGPU GGUF MODE... Attention on two simulated GPUs, experts on our device.
+
+Prints as JSON, per split mode, how far its logits are from the CPU's and what it took, or llama.cpp's refusal.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What fits: llama.cpp's accounting of header-only shapes and tiny models, on assumed and on simulated GPUs; the search, the costs,
-and the split modes that each family allows."""
+"""What fits: llama.cpp's accounting of header-only shapes and tiny models, on assumed and on simulated GPUs; the search, the
+costs, and the split modes that each family allows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hybrid_moe_ext.fits import SHAPES, Row
 from hybrid_moe_ext.fits.accounting import Account, Accounting, Gpu, Use
 from hybrid_moe_ext.fits.cost import Cost, prompt_cost
 from hybrid_moe_ext.fits.header import write_header
-from hybrid_moe_ext.fits.search import SLOTS, STEP, Setting, judge, search
+from hybrid_moe_ext.fits.search import SLOTS, STEP, Setting, judge, limit, search
 from hybrid_moe_ext.fits.source import Source, open_source
 from hybrid_moe_ext.fits.tensors import tensors_of
 from simgpu.build import library
@@ -210,9 +210,9 @@ def test_links_and_compute_add_up():
 
 
 def test_a_longer_ring_hides_more_of_attention():
-    s = setting(tflops=5.0)
+    s = setting(tflops=31.0)  # a layer: 8 ms of copies, 8 of attention, 4 of experts
     short, long = (
-        judge(replace(s, gpus=(Gpu("GPU0", "", "assumed", int(g * GIB)),)), 4096, account(s, 4096)) for g in (5.6, 8)
+        judge(replace(s, gpus=(Gpu("GPU0", "", "assumed", int(g * GIB)),)), 4096, account(s, 4096)) for g in (5.54, 8)
     )
     assert short.fits and long.tps > 1.05 * short.tps
 
@@ -222,8 +222,6 @@ def test_a_longer_ring_hides_more_of_attention():
     [(0.5, "weights"), (1.2, "KV cache"), (1.8, "compute buffers"), (2.0055, "the ring"), (64, "the context")],
 )
 def test_what_limits(gib, cause):
-    from hybrid_moe_ext.fits.search import limit
-
     s = setting(gib=gib)
     assert limit(s, search(s, lambda n: account(s, n))).startswith(cause)
 
@@ -235,7 +233,16 @@ def brute_force_pairs(n: int, window: int) -> int:
     return sum(min(i + 1, window or n) for i in range(n))
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-235b", "gpt-oss-120b"])
+DENSE = {  # layers x (projections of attention, router, shared expert), and DeepSeek's three dense layers
+    "deepseek-v3": 61 * (7168 * (1536 + 576 + 128 * 128) + 1536 * 128 * 192 + 128 * (128 + 128) * 512)
+    + 58 * 7168 * (256 + 3 * 2048)
+    + 3 * 3 * 7168 * 18432,
+    "qwen3-235b": 94 * 4096 * ((64 + 4 + 4 + 64) * 128 + 128),
+    "gpt-oss-120b": 36 * 2880 * ((64 + 8 + 8 + 64) * 64 + 128),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
 def test_cost_of_a_prompt(name):
     n, shape = 1000, SHAPES[name]
     answer = fits(name, vram=[80], context=4096, prompt=n)
@@ -245,10 +252,7 @@ def test_cost_of_a_prompt(name):
     assert answer.cost.attention == 2 * shape.n_head * length * pairs
     experts = 3 * shape.n_embd * shape.n_ff_expert * shape.n_used * shape.n_layer_moe
     assert answer.cost.experts == 2 * experts * n
-    tensors = tensors_of(shape, shape.expert_type, "bf16")
-    outside = ("_exps.", "token_embd", "output.weight")
-    dense = sum(t.n_elements for t in tensors if len(t.shape) > 1 and not any(x in t.name for x in outside))
-    assert answer.cost.projections == 2 * (dense + shape.n_layer * 0) * n
+    assert answer.cost.projections == 2 * DENSE[name] * n
     assert not answer.cost.note
 
 
@@ -363,7 +367,7 @@ def test_wrong_models_are_refused(tmp_path):
             fits(name, vram=[8])
     with pytest.raises(OptionError, match="blocks have 256 weights"):
         fits("gpt-oss-120b", vram=[8], expert_type="Q4_K")
-    with pytest.raises(OptionError, match="no GPU that llama.cpp sees"):
+    with pytest.raises(OptionError, match="this machine has no GPU"):
         fits("qwen3-30b")
     with pytest.raises(CheckpointError, match="does not exist"):
         fits(tmp_path / "none.gguf", vram=[8])
@@ -385,7 +389,7 @@ def test_damaged_models_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="not within the file bounds"):
         fits(tmp_path / "short.gguf", vram=[8])
     odd = write_gguf(tmp_path / "odd.gguf", tensors=("token_embd.weight", "blk.0.ffn_up_exps.weight"))
-    with pytest.raises(CheckpointError, match="llama.cpp cannot load this model: key not found"):
+    with pytest.raises(CheckpointError, match="cannot load this model: .*key not found"):
         fits(odd, vram=[8])
     unknown = write_gguf(tmp_path / "unknown.gguf", "no-such-thing", ("blk.0.ffn_up_exps.weight",))
     with pytest.raises(CheckpointError, match="unknown model architecture"):

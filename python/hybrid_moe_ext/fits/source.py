@@ -80,7 +80,7 @@ def _from_shape(name: str, shape: Shape, expert_type: str | None, dense_type: st
     for t in tensors:
         if layer := _EXPERTS.match(t.name):
             experts.append(_Experts(int(layer[1]), kind, shape.n_expert, t.n_elements, t.n_bytes + scales))
-        elif t.name not in _ONCE and len(t.shape) > 1:
+        elif _is_dense(t.name, t.shape):
             n_dense += t.n_elements
     return _source(name, "gguf", path, experts, n_dense)
 
@@ -94,7 +94,7 @@ def _from_gguf(path: Path) -> Source:
         if layer := _EXPERTS.match(t.name):
             type_ = FP8 if info.is_fp8_gguf and t.type == "I8" else t.type
             experts.append(_Experts(int(layer[1]), type_, t.shape[-1], n_weights, t.n_bytes))
-        elif t.name not in _ONCE and len(t.shape) > 1:
+        elif _is_dense(t.name, t.shape):
             n_dense += n_weights
     source = _source(str(path), "gguf", path, experts, n_dense)
     scales = info.parts["experts"].n_bytes - source.expert_bytes
@@ -110,9 +110,14 @@ def _from_directory(path: Path, dense_type: str) -> Source:
         n_bytes = sum(ref.n_bytes for ref in (*t.codes, *(t.scales or ())))
         type_ = FP8 if t.scales is not None else t.ggml_type.name
         experts.append(_Experts(int(layer[1]), type_, t.n_expert, t.n_expert * t.n_rows * t.k, n_bytes))
-    dense = [t for t in checkpoint.dense if t.name not in _ONCE and len(t.shape) > 1]
+    dense = [t for t in checkpoint.dense if _is_dense(t.name, t.shape)]
     checkpoint.virtual_gguf(dense_type)  # refuses an unknown type here, not in the child
     return _source(str(path), "directory", path, experts, sum(prod(t.shape) for t in dense))
+
+
+def _is_dense(name: str, shape: tuple[int, ...]) -> bool:
+    """A matrix that every token is multiplied by; experts' biases have two dimensions too."""
+    return name not in _ONCE and len(shape) > 1 and "_exps." not in name
 
 
 def _source(name: str, kind: str, path: Path, experts: list[_Experts], n_dense: int) -> Source:
