@@ -16,7 +16,7 @@ import pytest
 
 import tiny_families
 from conftest import DEMO
-from hybrid_moe_ext import CheckpointError, OptionError, UnsupportedModelError, fits
+from hybrid_moe_ext import CheckpointError, OptionError, UnsupportedModelError, fits, library_path
 from hybrid_moe_ext.cli import run
 from hybrid_moe_ext.fits import SHAPES, Row
 from hybrid_moe_ext.fits.accounting import Account, Accounting, Gpu, Use
@@ -311,14 +311,31 @@ def test_unequal_gpus():
 
 
 def test_files_and_directories_and_shapes_agree(tmp_path):
-    """The demo model, FP8: as a directory, and as its GGUF."""
+    """The demo model, FP8: as a directory, as its GGUF, and as several files."""
     out = tmp_path / "demo.gguf"
     assert run(["convert", str(DEMO), str(out)]) == 0
-    directory, file = fits(DEMO, vram=[1], reserve_mib=0), fits(out, vram=[1], reserve_mib=0)
+    assert run(["convert", str(DEMO), str(out), "--split-max-size", "4M"]) == 0
+    first = next(tmp_path.glob("demo-00001-of-*.gguf"))
+    directory, file, split = (fits(model, vram=[1], reserve_mib=0) for model in (DEMO, out, first))
+    assert replace(split, model="") == replace(file, model="")
     assert directory.expert_types == file.expert_types == ("FP8",)
     assert (directory.link_bytes, directory.slot_bytes) == (file.link_bytes, file.slot_bytes)
     assert directory.cost == file.cost and [uses(r) for r in directory.rows] == [uses(r) for r in file.rows]
     assert directory.n_ctx == directory.n_ctx_train == 1024
+
+
+def test_types_that_are_not_ours_yet_are_accounted_for_as_the_hosts(tmp_path):
+    shape = replace(SHAPES["qwen3-30b"], n_layer=2)
+    tensors = tensors_of(shape, "BF16", "bf16")
+    others = [replace(t, type=gguf.GGMLQuantizationType.Q3_K) if "_exps." in t.name else t for t in tensors]
+    answers = []
+    for name, chosen in {"ours": tensors, "others": others}.items():
+        write_header(tmp_path / f"{name}.gguf", shape, chosen)
+        answers.append(fits(tmp_path / f"{name}.gguf", vram=[8], context=4096))
+    ours, theirs = answers
+    assert ours.best and theirs.best and theirs.best.devices[0].compute > ours.best.devices[0].compute
+    assert theirs.expert_types == ("Q3_K",) and any("not taken by the plug-in" in note for note in theirs.notes)
+    assert theirs.link_bytes == ours.link_bytes * 110 / 512
 
 
 # --- wrong input
@@ -389,8 +406,14 @@ def test_damaged_models_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="not within the file bounds"):
         fits(tmp_path / "short.gguf", vram=[8])
     odd = write_gguf(tmp_path / "odd.gguf", tensors=("token_embd.weight", "blk.0.ffn_up_exps.weight"))
-    with pytest.raises(CheckpointError, match="cannot load this model: .*key not found"):
+    with pytest.raises(CheckpointError, match=r"cannot load this model: .*key not found"):
         fits(odd, vram=[8])
+    tiny = tiny_families.tiny("deepseek-v3")
+    assert tiny.mla is not None
+    no_keys = replace(tiny, mla=replace(tiny.mla, nope=0))
+    write_header(tmp_path / "assert.gguf", no_keys, tensors_of(tiny, "F32", "f32"))
+    with pytest.raises(CheckpointError, match=r"llama.cpp stops on this model .*GGML_ASSERT"):
+        fits(tmp_path / "assert.gguf", vram=[8])
     unknown = write_gguf(tmp_path / "unknown.gguf", "no-such-thing", ("blk.0.ffn_up_exps.weight",))
     with pytest.raises(CheckpointError, match="unknown model architecture"):
         fits(unknown, vram=[8])
@@ -425,6 +448,8 @@ def test_info_has_a_section_where_there_is_a_gpu(two_gpus, capsys, monkeypatch):
     assert "streaming:    SimGPU0 with 32.0 GiB free, SimGPU1" in capsys.readouterr().out
     assert run(["info", str(DEMO), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"]["best"]["n_ubatch"] == 1024
+    monkeypatch.setenv("GGML_BACKEND_PATH", str(library_path()))  # as `host-env` has it: a back end, but no GPU
+    assert run(["info", str(DEMO)]) == 0
     monkeypatch.delenv("GGML_BACKEND_PATH")
     assert run(["info", str(DEMO)]) == 0
     assert "streaming:" not in capsys.readouterr().out

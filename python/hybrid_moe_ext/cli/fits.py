@@ -15,6 +15,7 @@ import rich.table
 from .._native import ggml_function
 from ..errors import HybridMoeError
 from ..fits import DeviceUse, Fits, fits
+from ..fits.accounting import gpus_here
 from .terminal import write
 
 GIB = 1 << 30
@@ -89,9 +90,9 @@ def _attention(a: Fits) -> list[str]:
 
 def info_section(model: str) -> dict[str, Any] | None:
     """What `info` adds on a machine with a GPU: `lines` for people and `answer`; None without one."""
-    if not _may_have_gpu():
-        return None
     try:
+        if not _may_have_gpu() or not gpus_here():
+            return None
         answer = fits(model)
     except HybridMoeError as error:
         return {"lines": [f"streaming:    {error}"], "answer": None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class Accounting:
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.child"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+            env=os.environ | {"GGML_NO_BACKTRACE": "1"},  # an assertion's own words, not a debugger's
         )  # fmt: skip
         try:
             devices = self._ask("start", assumed=assumed or [])["devices"]
@@ -123,6 +125,12 @@ class Accounting:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def gpus_here() -> list[Gpu]:
+    """The GPUs of this machine that llama.cpp sees."""
+    with Accounting("this machine") as accounting:
+        return accounting.gpus
 
 
 def _sum(uses: list[dict[str, Any]], wanted: Any) -> Use:
