@@ -390,6 +390,8 @@ def test_wrong_models_are_refused(tmp_path):
         fits(tmp_path / "none.gguf", vram=[8])
     with pytest.raises(OptionError, match="has its own types"):
         fits(DEMO, vram=[8], expert_type="FP8")
+    with pytest.raises(OptionError, match="a GGUF has its own types"):
+        fits(write_gguf(tmp_path / "dense.gguf"), vram=[8], dense_type="q8_0")
     with pytest.raises(UnsupportedModelError, match="no expert tensors"):
         fits(write_gguf(tmp_path / "dense.gguf"), vram=[8])
 

@@ -245,8 +245,9 @@ def fits(
         str | None, typer.Option("--type", help=f"Experts of a named shape: {', '.join(EXPERT_TYPES)}; as released.")
     ] = None,
     dense_type: Annotated[
-        str, typer.Option("--dense-type", help="All other weights of a shape or directory: bf16, q8_0 or f32.")
-    ] = "bf16",
+        str | None,
+        typer.Option("--dense-type", help="Other weights of a shape or directory: bf16 (default), q8_0 or f32."),
+    ] = None,
     kv_type: Annotated[str, typer.Option("--kv-type", help="KV cache: f16, bf16, q8_0 or f32.")] = "f16",
     fp8_link: Annotated[
         str, typer.Option("--fp8-link", help="FP8 experts cross the link as codes (CUDA), as bf16 (others), or auto.")

@@ -26,7 +26,7 @@ def fits(
     prompt: int | None = None,
     *,
     expert_type: str | None = None,
-    dense_type: str = "bf16",
+    dense_type: str | None = None,
     kv_type: str = "f16",
     fp8_link: str = "auto",
     split_mode: str = "auto",
@@ -34,6 +34,7 @@ def fits(
     reserve_mib: float = 1024,
 ) -> Fits:
     """`model`: a GGUF, a Hugging Face directory, or one of SHAPES (of which `expert_type` says the type).
+    `dense_type`: what a directory's or a shape's other weights are loaded as: "bf16" by default, "q8_0" or "f32".
 
     `vram`: GiB per GPU that is assumed; empty: the GPUs of this machine, with what is free on them. `links`: GB/s per GPU, or
     one for all. `context` and `prompt`: tokens; 32768 by default, or what the model has, and the whole context.

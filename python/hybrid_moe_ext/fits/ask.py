@@ -11,7 +11,7 @@ from . import search as find
 from .accounting import Account, Accounting, Gpu, Refused
 from .answer import Fits, Row
 from .cost import Cost, prompt_cost
-from .source import FP8, Source, open_source
+from .source import DENSE_TYPE, FP8, Source, open_source
 
 DEFAULT_LINK = 51.0  # GB/s that PCIe 5.0 x16 really carries
 DEFAULT_TFLOPS = 100.0
@@ -40,7 +40,7 @@ class _Question:
 
 def ask(
     model: str, vram: list[float], links: list[float], context: int | None, prompt: int | None, expert_type: str | None,
-    dense_type: str, kv_type: str, fp8_link: str, split_mode: str, tflops: float, reserve_mib: float,
+    dense_type: str | None, kv_type: str, fp8_link: str, split_mode: str, tflops: float, reserve_mib: float,
 ) -> Fits:  # fmt: skip
     for name, value in {"kv_type": kv_type, "fp8_link": fp8_link, "split_mode": split_mode}.items():
         if value not in CHOICES[name]:
@@ -61,7 +61,7 @@ def ask(
         if not gpus:
             raise OptionError("this machine has no GPU that llama.cpp sees: say which is meant with --vram GIB")
         question = _Question(
-            source, _links(links, gpus), context, prompt, dense_type, kv_type, _fp8_link(fp8_link, source, gpus),
+            source, _links(links, gpus), context, prompt, dense_type or DENSE_TYPE, kv_type, _fp8_link(fp8_link, source, gpus),
             tflops, int(reserve_mib * MIB),
         )  # fmt: skip
         if len(gpus) == 1:
@@ -71,10 +71,10 @@ def ask(
 
 
 def _of_several(q: _Question, accounting: Accounting, gpus: tuple[Gpu, ...], mode: str) -> Fits:
-    """Layers are spread unless that costs speed: it never takes more memory of any GPU."""
+    """Layers are spread unless that costs speed: it takes the least memory of the fullest GPU."""
     if mode != "auto":
         return _answer(q, accounting, gpus, mode, "as asked for")
-    layer = _answer(q, accounting, gpus, "layer", "it leaves each GPU the most room, and no other is faster")
+    layer = _answer(q, accounting, gpus, "layer", "it leaves the fullest GPU the most room, and `none` is not faster")
     none = _answer(q, accounting, gpus, "none", "all layers fit on the first GPU, so the others hold a longer ring")
     if none.fastest is None or (layer.fastest and none.fastest.tps <= 1.01 * layer.fastest.tps):
         return layer

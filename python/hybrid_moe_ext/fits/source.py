@@ -19,6 +19,7 @@ from .shapes import SHAPES, Shape, find_shape
 from .tensors import scale_bytes, tensors_of
 
 FP8 = "FP8"
+DENSE_TYPE = "bf16"  # as `Options` has it
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.weight$")
 # Read by one token (embeddings) or for one token (the output matrix): no share of the work per token.
 _ONCE = ("token_embd.weight", "output.weight")
@@ -57,7 +58,7 @@ class _Experts:
 
 
 @contextmanager
-def open_source(model: str, expert_type: str | None, dense_type: str) -> Iterator[Source]:
+def open_source(model: str, expert_type: str | None, dense_type: str | None) -> Iterator[Source]:
     """Inside, `path` exists. Raises HybridMoeError for everything that is no Mixture-of-Experts model."""
     path = Path(model)
     if path.exists() or model not in SHAPES:
@@ -65,10 +66,17 @@ def open_source(model: str, expert_type: str | None, dense_type: str) -> Iterato
             find_shape(model)  # raises: says what there is
         if expert_type is not None:
             raise OptionError(f"--type {expert_type}: {model} has its own types: leave it out, it is for named shapes")
-        yield _from_directory(path, dense_type) if is_checkpoint_dir(path) else _from_gguf(path)
+        if is_checkpoint_dir(path):
+            yield _from_directory(path, dense_type or DENSE_TYPE)
+            return
+        if dense_type is not None:
+            raise OptionError(f"--dense-type {dense_type}: a GGUF has its own types: leave it out for {model}")
+        yield _from_gguf(path)
         return
     with TemporaryDirectory(prefix="hybrid-moe-fits-") as folder:
-        yield _from_shape(model, find_shape(model), expert_type, dense_type, Path(folder) / f"{model}.gguf")
+        yield _from_shape(
+            model, find_shape(model), expert_type, dense_type or DENSE_TYPE, Path(folder) / f"{model}.gguf"
+        )
 
 
 def _from_shape(name: str, shape: Shape, expert_type: str | None, dense_type: str, path: Path) -> Source:
