@@ -7,6 +7,7 @@ print(llm("The licence", max_tokens=32)["choices"][0]["text"])
 
 from ._native import Counters, Status, counters, library_path, register
 from .errors import CheckpointError, HybridMoeError, OptionError, PluginError, UnsupportedModelError
+from .fits import fits
 from .llama import Llama
 from .options import Options
 
@@ -23,6 +24,7 @@ __all__ = [
     "Status",
     "UnsupportedModelError",
     "counters",
+    "fits",
     "library_path",
     "register",
 ]

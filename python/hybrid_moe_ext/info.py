@@ -116,9 +116,8 @@ def _describe_directory(path: Path) -> ModelInfo:
 
 
 def _describe_gguf(path: Path) -> ModelInfo:
-    first = read_gguf_header(path)
-    others = {p: read_gguf_header(p) for p in _other_shards(path, first.fields)}
-    shards = {path: first, **others}
+    shards = read_gguf_shards(path)
+    first = shards[path]
     scaled = _fp8_tensors(shards)
     fp8 = next(iter(scaled.values()), None)
     tensors = [
@@ -237,6 +236,12 @@ def read_gguf_header(path: Path) -> GgufHeader:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: its header is damaged or cut off ({error}): download the file again") from error
+
+
+def read_gguf_shards(path: Path) -> dict[Path, GgufHeader]:
+    """Of all files of a model, whose first is `path`."""
+    first = read_gguf_header(path)
+    return {path: first} | {p: read_gguf_header(p) for p in _other_shards(path, first.fields)}
 
 
 class _Cursor:

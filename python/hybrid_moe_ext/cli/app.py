@@ -16,6 +16,8 @@ import typer
 
 from .. import __version__
 from ..errors import CheckpointError, OptionError
+from ..fits import DEFAULT_LINK, DEFAULT_TFLOPS, SHAPES
+from ..fits.tensors import EXPERT_TYPES
 from ..host_env import host_env as describe_host_env
 from ..info import PARTS, ModelInfo, describe_model
 from ..machine import default_threads
@@ -23,6 +25,9 @@ from ..options import Options
 from . import bench as run_bench
 from .convert import FP8_NOTE
 from .convert import run as run_convert
+from .fits import Request as FitsRequest
+from .fits import info_section
+from .fits import run as run_fits
 from .generate import Request, Result
 from .generate import run as generate
 from .terminal import note, set_log, write
@@ -210,7 +215,55 @@ def info(model: Model, as_json: Json = False) -> None:
     """Architecture, layers, experts, types and sizes per part, and what would run where. Reads headers only."""
     Options.resolve()  # a misspelt variable is an error here too
     described = describe_model(model)
-    write(json.dumps(described.as_dict()) + "\n" if as_json else "\n".join(info_lines(described)) + "\n")
+    fits = info_section(model) if described.n_expert else None
+    if as_json:
+        write(json.dumps(described.as_dict() | ({"fits": fits["answer"]} if fits else {})) + "\n")
+        return
+    write("\n".join([*info_lines(described), *(fits["lines"] if fits else ())]) + "\n")
+
+
+@app.command()
+def fits(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=f"A GGUF, a Hugging Face directory, or one of {', '.join(SHAPES)}.")
+    ],
+    vram: Annotated[
+        list[float] | None, typer.Option("--vram", help="GiB of an assumed GPU; once per GPU. Without: this machine's.")
+    ] = None,
+    link: Annotated[
+        list[float] | None, typer.Option("--link", help=f"GB/s to a GPU, once for all or per GPU. [{DEFAULT_LINK:g}]")
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option("-c", "--context", min=1, help="Context length; 32768 by default, or what the model has."),
+    ] = None,
+    prompt: Annotated[
+        int | None,
+        typer.Option("--prompt", min=1, help="Prompt that times are told for; the whole context by default."),
+    ] = None,
+    expert_type: Annotated[
+        str | None, typer.Option("--type", help=f"Experts of a named shape: {', '.join(EXPERT_TYPES)}; as released.")
+    ] = None,
+    dense_type: Annotated[
+        str | None,
+        typer.Option("--dense-type", help="Other weights of a shape or directory: bf16 (default), q8_0 or f32."),
+    ] = None,
+    kv_type: Annotated[str, typer.Option("--kv-type", help="KV cache: f16, bf16, q8_0 or f32.")] = "f16",
+    fp8_link: Annotated[
+        str, typer.Option("--fp8-link", help="FP8 experts cross the link as codes (CUDA), as bf16 (others), or auto.")
+    ] = "auto",
+    split_mode: Annotated[str, typer.Option("--split-mode", help="none, layer, or auto: the faster.")] = "auto",
+    tflops: Annotated[float, typer.Option("--tflops", help="What a GPU computes at.")] = DEFAULT_TFLOPS,
+    reserve: Annotated[float, typer.Option("--reserve", help="MiB to leave free on each GPU.")] = 1024,
+    as_json: Json = False,
+) -> None:
+    """The largest n_ubatch that fits, the ring that remains, and the prefill that follows, by llama.cpp's own accounting."""
+    Options.resolve()
+    options = {
+        "expert_type": expert_type, "dense_type": dense_type, "kv_type": kv_type, "fp8_link": fp8_link,
+        "split_mode": split_mode, "tflops": tflops, "reserve_mib": reserve,
+    }  # fmt: skip
+    run_fits(FitsRequest(model, vram or [], link or [DEFAULT_LINK], context, prompt, as_json, options))
 
 
 @app.command()
