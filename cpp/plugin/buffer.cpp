@@ -178,7 +178,9 @@ void memset_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t value, s
     if (!refuse_write(tensor)) memset(static_cast<uint8_t *>(tensor->data) + offset, value, size);
 }
 
-void set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+    ExpertTensor::Shape shape;
+    if (context_of(buffer).has_experts && is_expert_weight(tensor, shape)) Streams::get().forget();  // a device may have the old bytes
     if (!refuse_write(tensor)) memcpy(static_cast<uint8_t *>(tensor->data) + offset, data, size);
 }
 

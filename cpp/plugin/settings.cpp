@@ -2,6 +2,7 @@
 #include "plugin/settings.h"
 
 #include "plugin/weight_directory.h"
+#include "stream/decimal.h"
 #include "stream/trace.h"
 #include "threads/team.h"
 #include "threads/topology.h"
@@ -77,9 +78,8 @@ std::vector<std::string> split(const std::string & list) {
 bool number(const char * variable, double low, double high, double & out) {
     const char * text = choice(variable);
     if (!text) return true;
-    char * end;
-    const double value = strtod(text, &end);
-    if (*end || !(value >= low && value <= high)) return false;
+    double value;
+    if (!parse_decimal(text, value) || !(value >= low && value <= high)) return false;
     out = value;
     return true;
 }
@@ -108,7 +108,7 @@ std::string read_stream_settings(StreamOptions & out) {
     if (!number("HYBRID_MOE_COPY_THREADS", 1, 64, copy_threads)) {
         return unknown("HYBRID_MOE_COPY_THREADS", getenv("HYBRID_MOE_COPY_THREADS"), "a number from 1 to 64");
     }
-    out.device.ring_bytes   = size_t(ring_mib) << 20;
+    out.device.ring_bytes   = size_t(ring_mib * double(1 << 20));
     out.device.copy_threads = int(copy_threads);
     const char * trace = getenv("HYBRID_MOE_TRACE");
     return trace && *trace ? open_trace(trace) : std::string();

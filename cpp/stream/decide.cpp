@@ -1,9 +1,9 @@
 // Streams: rates and the decision between CPU, devices, and both.
+#include "stream/decimal.h"
 #include "stream/streams_pass.h"
 #include "stream/trace.h"
 
 #include <algorithm>
-#include <cstdio>
 
 namespace hybrid_moe {
 namespace {
@@ -42,10 +42,8 @@ std::string text_of(const LayerExperts & experts) {
 }  // namespace
 
 std::string StreamPlan::print() const {
-    char text[200];
-    snprintf(text, sizeof text, "%s: %zu experts with rows; predicted %.3g ms on the CPU, %.3g ms on the devices; %zu experts for the CPU",
-             why.c_str(), by_rows.size(), cpu_s * 1e3, devices_s * 1e3, streams ? n_cpu_experts : by_rows.size());
-    return text;
+    return why + ": " + std::to_string(by_rows.size()) + " experts with rows; predicted " + decimal(cpu_s * 1e3, 3) + " ms on the CPU, " +
+           decimal(devices_s * 1e3, 3) + " ms on the devices; " + std::to_string(streams ? n_cpu_experts : by_rows.size()) + " experts for the CPU";
 }
 
 CpuRate Streams::calibrate_cpu(const Pass & pass, const MoeLayer & sample) {

@@ -1,11 +1,12 @@
 // The rates' file: a line per kind of layer, name and numbers separated by tabs; the last line of a name counts.
 #include "stream/rates.h"
 
+#include "stream/decimal.h"
+
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <map>
@@ -21,11 +22,7 @@ std::map<std::string, Rates> & of_this_process() {
     return *known;
 }
 
-std::string number(double v) {
-    char text[40];
-    snprintf(text, sizeof text, "%.9g", v);
-    return text;
-}
+std::string number(double v) { return decimal(v, 9); }
 
 std::string line_of(const std::string & name, const Rates & r) {
     std::string line = name + "\t" + number(r.cpu.s_per_expert) + "\t" + number(r.cpu.s_per_row);
@@ -64,14 +61,11 @@ std::optional<Rates> in_file(const std::string & name, size_t n_devices) {
 }  // namespace
 
 std::string Rates::print() const {
-    char text[160];
-    snprintf(text, sizeof text, "CPU %.3g ms per expert, %.3g us per row", cpu.s_per_expert * 1e3, cpu.s_per_row * 1e6);
-    std::string all = text;
+    std::string all = "CPU " + decimal(cpu.s_per_expert * 1e3, 3) + " ms per expert, " + decimal(cpu.s_per_row * 1e6, 3) + " us per row";
     for (size_t i = 0; i < devices.size(); i++) {
         const DeviceRate & d = devices[i];
-        snprintf(text, sizeof text, "; device %zu: %.3g GB/s, %.3g us per row", i, d.copy_s_per_byte > 0 ? 1e-9 / d.copy_s_per_byte : 0.0,
-                 d.compute_s_per_row * 1e6);
-        all += text;
+        all += "; device " + std::to_string(i) + ": " + decimal(d.copy_s_per_byte > 0 ? 1e-9 / d.copy_s_per_byte : 0.0, 3) + " GB/s, " +
+               decimal(d.compute_s_per_row * 1e6, 3) + " us per row";
     }
     return all;
 }

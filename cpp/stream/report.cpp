@@ -1,7 +1,6 @@
 // Streams: what happened, as JSON.
+#include "stream/decimal.h"
 #include "stream/streams.h"
-
-#include <cstdio>
 
 namespace hybrid_moe {
 namespace {
@@ -18,9 +17,7 @@ std::string quoted(const std::string & text) {
 std::string field(const char * name, uint64_t n) { return std::string(", \"") + name + "\": " + std::to_string(n); }
 
 std::string field(const char * name, double v) {
-    char text[40];
-    snprintf(text, sizeof text, "%.6g", v);
-    return std::string(", \"") + name + "\": " + text;
+    return std::string(", \"") + name + "\": " + decimal(v, 6);
 }
 
 std::string describe(const DeviceStream & d, int n_failures) {

@@ -29,6 +29,11 @@ std::string escaped(const std::string & text) {
     return out;
 }
 
+std::string microseconds(int64_t ns) {
+    const std::string digits = std::to_string(1000 + ns % 1000);
+    return std::to_string(ns / 1000) + "." + digits.substr(1);
+}
+
 int number_of(std::map<std::string, int> & numbers, const std::string & key, bool & is_new) {
     const auto [i, inserted] = numbers.emplace(key, int(numbers.size()) + 1);
     is_new = inserted;
@@ -41,7 +46,7 @@ void name_it(const char * kind, int pid, int tid, const std::string & name) {
 
 void finish() {
     const std::lock_guard<std::mutex> lock(mutex);
-    fprintf(file, "{\"ph\":\"i\",\"name\":\"end\",\"pid\":0,\"tid\":0,\"s\":\"g\",\"ts\":%.3f}]\n", double(now_ns()) / 1e3);
+    fprintf(file, "{\"ph\":\"i\",\"name\":\"end\",\"pid\":0,\"tid\":0,\"s\":\"g\",\"ts\":%s}]\n", microseconds(now_ns()).c_str());
     fflush(file);
 }
 
@@ -71,8 +76,8 @@ void trace_span(const std::string & process, const char * lane, const char * nam
     if (is_new) name_it("process_name", pid, 0, process);
     const int tid = number_of(tids, process + "/" + lane, is_new);
     if (is_new) name_it("thread_name", pid, tid, lane);
-    fprintf(file, "{\"ph\":\"X\",\"name\":\"%s\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f,\"args\":{\"layer\":\"%s\"", name,
-            pid, tid, double(begin_ns) / 1e3, double(end_ns - begin_ns) / 1e3, escaped(layer).c_str());
+    fprintf(file, "{\"ph\":\"X\",\"name\":\"%s\",\"pid\":%d,\"tid\":%d,\"ts\":%s,\"dur\":%s,\"args\":{\"layer\":\"%s\"", name,
+            pid, tid, microseconds(begin_ns).c_str(), microseconds(end_ns - begin_ns).c_str(), escaped(layer).c_str());
     if (i_expert >= 0) fprintf(file, ",\"expert\":%" PRId64, i_expert);
     fprintf(file, ",\"rows\":%" PRId64 ",\"bytes\":%" PRIu64 "}},\n", n_rows, n_bytes);
 }
