@@ -10,10 +10,14 @@ import struct
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from checkpoint_fixtures import E4M3
 from conftest import ROOT
 from hybrid_moe_ext import _native, library_path
+from hybrid_moe_ext.checkpoint.fp8 import f32_to_bf16
+from ptx_machine import Kernel, Memory, job
 
 CPP = ROOT / "tests" / "cpp"
 ENTRIES = ("hybrid_moe_fp8_to_bf16", "hybrid_moe_fp8_to_f16")
@@ -146,6 +150,73 @@ def test_ptx_uses_what_every_generation_has():
         assert {"mul.rn.f32", "add.rn.f32"} <= floats
         assert floats <= {"mul.rn.f32", "add.rn.f32", "ld.global.f32", "mov.f32", "mov.b32.f32", "selp.f32"}, floats
         assert text.count("ld.global.v4.u32") == 2 and text.count("st.global.v4.u32") == 4  # wide, in both kernels
+
+
+def expected_halves(entry: str, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The same product by NumPy, for codes and scales of one shape."""
+    with np.errstate(all="ignore"):
+        product = E4M3[codes].astype(np.float32) * scales
+        halves = f32_to_bf16(product) if entry.endswith("bf16") else product.astype(np.float16).view(np.uint16)
+    return np.where(np.isnan(product), np.uint16(0x7FC0 if entry.endswith("bf16") else 0x7E00), halves)
+
+
+def run_ptx(
+    kernel: Kernel, entry: str, shape: tuple[int, int], block: tuple[int, int], codes_at: int, out_at: int
+) -> None:
+    """All threads of the grid on random codes and scales, in memory of the exact size."""
+    rng = np.random.default_rng(shape[1] * 7 + codes_at)
+    codes = rng.integers(0, 256, shape, np.uint8)
+    codes.reshape(-1)[: min(256, codes.size)] = np.arange(min(256, codes.size), dtype=np.uint8)
+    grid = [-(-n // b) for n, b in zip(shape, block, strict=True)]
+    scales = rng.integers(0, 2**32, grid, np.uint32).view(np.float32)  # NaN, infinities and subnormals too
+    ordinary = rng.random(grid) < 0.7
+    scales = np.where(ordinary, rng.standard_normal(grid).astype(np.float32) * np.float32(0.01), scales)
+    memory = Memory()
+    memory.place(0x10000 + codes_at, codes.tobytes())
+    memory.place(0x80000, scales.tobytes())
+    out = memory.place(0x100000 + out_at, bytes(codes.size * 2))
+    parameters = job(0x10000 + codes_at, 0x80000, 0x100000 + out_at, *shape, *block)
+    for i_thread in range(-(-codes.size // 4096) * 256):
+        kernel.run(memory, parameters, i_thread // 256, i_thread % 256)
+    by = np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[: shape[0], : shape[1]]
+    assert np.array_equal(np.frombuffer(out, np.uint16).reshape(shape), expected_halves(entry, codes, by))
+
+
+def run_far_ptx(kernel: Kernel, entry: str, shape: tuple[int, int], first: int, codes_at: int) -> None:
+    """Four threads of a matrix of more than 2^32 elements, from element `first` on; only their memory exists."""
+    memory, codes = Memory(), np.arange(1, 65, dtype=np.uint8)
+    code_base, scale_base, out_base = (1 << 40) + codes_at, 1 << 44, 1 << 48
+    memory.place(code_base + first, codes.tobytes())
+    out = memory.place(out_base + first * 2, bytes(128))
+    rows, columns = np.divmod(np.arange(first, first + 64), shape[1])
+    numbers = rows // 128 * -(-shape[1] // 128) + columns // 128
+    for number in np.unique(numbers):
+        memory.place(scale_base + int(number) * 4, np.float32(number % 1000).tobytes())
+    for i_thread in range(first // 16, first // 16 + 4):
+        kernel.run(memory, job(code_base, scale_base, out_base, *shape, 128, 128), i_thread // 256, i_thread % 256)
+    expected = expected_halves(entry, codes, (numbers % 1000).astype(np.float32))
+    assert np.array_equal(np.frombuffer(out, np.uint16), expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_compiled_ptx_computes_the_right_values(entry):
+    """What nvcc made of the kernel, interpreted: all codes, partial blocks, unaligned matrices, threads beyond the end, and
+    rows whose elements are counted beyond 2^32. Every instruction is executed."""
+    for text in ptx_texts():
+        kernel = Kernel(text, entry)
+        if unknown := kernel.unknown_instructions():
+            pytest.skip(f"this nvcc uses instructions that tests/ptx_machine.py does not know: {', '.join(unknown)}")
+        run_ptx(kernel, entry, (20, 256), (3, 128), 0, 0)
+        run_ptx(kernel, entry, (5, 33), (2, 5), 0, 0)
+        run_ptx(kernel, entry, (3, 100), (1, 100), 1, 2)
+        run_ptx(kernel, entry, (4, 128), (128, 48), 0, 8)
+        for codes_at in (0, 1):
+            run_far_ptx(kernel, entry, (70001, 70000), 69998 * 70000 - 32, codes_at)
+            run_far_ptx(kernel, entry, (2, 2**33), 2**33 - 32, codes_at)
+            run_far_ptx(kernel, entry, (2**33, 3), 3 * 2**33 - 64, codes_at)
+        unused = set(range(len(kernel.code))) - kernel.executed
+        assert not [kernel.code[i] for i in unused]
 
 
 @needs_kernels

@@ -33,7 +33,7 @@ std::string check(const Fp8Expansion & e) {
     return "";
 }
 
-// Blocks are cut to the matrix, so that the kernel's divisions stay within 32 bits.
+// Blocks are cut to the matrix, so that the kernel divides by numbers of 32 bits.
 Fp8Job job_of(const Fp8Expansion & e) {
     Fp8Job job = {};
     job.codes      = static_cast<const uint8_t *>(e.codes);
