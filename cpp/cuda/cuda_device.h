@@ -15,8 +15,8 @@
 
 namespace hybrid_moe {
 
-// One matrix to expand; all three pointers are device memory, and `out` overlaps neither of the others. Experts whose codes and scales follow one another without a
-// gap are one matrix of n_expert x n_rows rows when n_rows is a multiple of block_rows.
+// One matrix to expand; all three pointers are device memory, and `out` overlaps neither of the others. Experts whose codes
+// and scales follow one another without a gap are one matrix of n_expert x n_rows rows when n_rows is a multiple of block_rows.
 struct Fp8Expansion {
     const void * codes;       // [n_rows][k] E4M3FN; fastest when a multiple of 16
     const void * scales;      // float [ceil(n_rows / block_rows)][ceil(k / block_k)]
