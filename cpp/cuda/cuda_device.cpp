@@ -33,7 +33,7 @@ std::string check(const Fp8Expansion & e) {
     return "";
 }
 
-// Blocks are cut to the matrix, so that the kernel's divisions stay within 32 bits.
+// Blocks are cut to the matrix, so that the kernel divides by numbers of 32 bits.
 Fp8Job job_of(const Fp8Expansion & e) {
     Fp8Job job = {};
     job.codes      = static_cast<const uint8_t *>(e.codes);
@@ -248,8 +248,9 @@ bool CudaDevice::expand_fp8(const Fp8Expansion & expansion, std::string & why) {
     }
     Fp8Job job = job_of(expansion);
     void * parameters[] = {&job};
-    const CudaResult r = driver_->launch_kernel(kernel_[int(expansion.to)], unsigned(blocks_of_grid(job)), 1, 1, threads_per_block,
-                                                1, 1, 0, stream_, parameters, nullptr);
+    const unsigned n_blocks = unsigned(blocks_of_grid(job));
+    const CudaResult r = driver_->launch_kernel(kernel_[int(expansion.to)], n_blocks, 1, 1, threads_per_block, 1, 1, 0, stream_,
+                                                parameters, nullptr);
     if (r != 0) why = failed("cuLaunchKernel", r);
     return r == 0;
 }

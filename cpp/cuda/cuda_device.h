@@ -15,8 +15,8 @@
 
 namespace hybrid_moe {
 
-// One matrix to expand; all three pointers are device memory, and `out` overlaps neither of the others. Experts whose codes and scales follow one another without a
-// gap are one matrix of n_expert x n_rows rows when n_rows is a multiple of block_rows.
+// One matrix to expand; all three pointers are device memory, and `out` overlaps neither of the others. Experts whose codes
+// and scales follow one another without a gap are one matrix of n_expert x n_rows rows when n_rows is a multiple of block_rows.
 struct Fp8Expansion {
     const void * codes;       // [n_rows][k] E4M3FN; fastest when a multiple of 16
     const void * scales;      // float [ceil(n_rows / block_rows)][ceil(k / block_k)]
@@ -28,8 +28,8 @@ struct Fp8Expansion {
     HalfType     to;
 };
 
-// Not for two threads at once. Functions that return false leave one sentence in `why` and changed nothing; none throws for
-// anything the driver says.
+// Not for two threads at once. Functions that return false leave one sentence in `why`; none throws for anything the
+// driver says.
 class CudaDevice {
 public:
     ~CudaDevice();
@@ -46,7 +46,8 @@ public:
     // read_only: the memory is mapped without write permission, as model files are. Holds for all CUDA devices of the process,
     // as long as this object lives. A page can be pinned once per process: pin whole mappings, through one device.
     bool register_host(const void * begin, size_t bytes, bool read_only, std::string & why);
-    // The range that began there. The memory must not have been unmapped before. Copies from it must have ended.
+    // The range that began there; it is forgotten even when the driver reports an error. The memory must still be mapped, and
+    // copies from it must have ended.
     bool unregister_host(const void * begin, std::string & why);
     // How many bytes from p on lie in one pinned piece; 0 when p is not pinned (through this device). Cut copies there: the
     // driver refuses those of partly pinned ranges, and whether two pieces are one range to it is not documented.

@@ -112,26 +112,22 @@ template <HalfType T> HYBRID_MOE_ON_BOTH void expand_sixteen(const uint8_t * cod
     store_aligned(halves[1], out + 8);
 }
 
-// GPUs divide 64-bit numbers in software, at several times the cost of 32-bit ones, which almost every matrix fits into.
-HYBRID_MOE_ON_BOTH uint64_t quotient(uint64_t a, uint64_t b) {
-    return (a | b) >> 32 ? a / b : uint32_t(a) / uint32_t(b);
-}
-
 HYBRID_MOE_ON_BOTH uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 // Thread i_thread of the grid: 16 codes of the matrix seen as one line, so that their alignment is that of the matrix whatever
-// k is. They go in runs that share a row and a scale; nearly always that is one run.
+// k is. They go in runs that share a row and a scale; nearly always that is one run. GPUs divide 64-bit numbers in software, at
+// several times the cost of 32-bit ones: nvcc takes 32 bits where both numbers have no more.
 template <HalfType T> HYBRID_MOE_ON_BOTH void expand_by_thread(const Fp8Job & job, uint64_t i_thread) {
     const uint64_t n = job.n_rows * job.k;
     uint64_t i = i_thread * codes_per_thread;
     const uint64_t end = smaller(i + codes_per_thread, n);
     const bool aligned = ((uintptr_t(job.codes) | uintptr_t(job.out)) & 15) == 0;
-    uint64_t row = quotient(i, job.k);
+    uint64_t row = i / job.k;
     uint64_t column = i - row * job.k;
     while (i < end) {
-        const uint64_t k_block = quotient(column, job.block_k);
+        const uint64_t k_block = column / job.block_k;
         const uint64_t run = smaller(smaller(end - i, job.k - column), (k_block + 1) * job.block_k - column);
-        const float scale = job.scale[quotient(row, job.block_rows) * job.n_k_blocks + k_block];
+        const float scale = job.scale[row / job.block_rows * job.n_k_blocks + k_block];
         if (aligned && run == codes_per_thread) {
             expand_sixteen<T>(job.codes + i, scale, job.out + i);
         } else {

@@ -16,8 +16,10 @@ FakeCuda state;
 int the_context, the_module, the_stream, the_kernels[2];
 int nothing;  // what outputs point to after a failure
 
-enum : int { invalid_value = 1, not_initialized = 3, no_device = 100, invalid_context = 201, bad_ptx_version = 222, invalid_handle = 400,
-             not_found = 500, launch_failed = 719, already_registered = 712, not_registered = 713, not_supported = 801 };
+enum : int {
+    invalid_value = 1, not_initialized = 3, no_device = 100, invalid_context = 201, bad_ptx_version = 222, invalid_handle = 400,
+    not_found = 500, already_registered = 712, not_registered = 713, launch_failed = 719, not_supported = 801,
+};
 
 // One call: logged, counted, and 0 or the error it shall return. Calls that give something back do so in any case, as the
 // driver's do: their errors are those of earlier work.
@@ -186,7 +188,7 @@ EXPORTED int cuMemHostRegister_v2(void * begin, size_t bytes, unsigned flags) {
     RETURN_IF(call("cuMemHostRegister_v2", std::to_string(bytes) + " " + std::to_string(flags)));
     RETURN_IF(need_context("cuMemHostRegister_v2"));
     char * const first = static_cast<char *>(begin);
-    if (bytes == 0 || uintptr_t(begin) % 4096 != 0 || bytes % 4096 != 0) return misuse("no whole pages registered", invalid_value);
+    if (bytes == 0 || uintptr_t(begin) % 4096 != 0 || bytes % 4096 != 0) return misuse("no whole pages", invalid_value);
     if ((flags & 8) && !state.pins_read_only) return not_supported;
     for (const auto & range : state.pinned) {
         if (first < range.first + range.second && range.first < first + bytes) return already_registered;
@@ -202,11 +204,13 @@ EXPORTED int cuMemHostUnregister(void * begin) {
     return e;
 }
 
-EXPORTED int cuLaunchKernel(void * function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                            unsigned block_z, unsigned shared, void * stream, void ** parameters, void ** extra) {
+EXPORTED int cuLaunchKernel(void * function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                            unsigned block_y, unsigned block_z, unsigned shared, void * stream, void ** parameters,
+                            void ** extra) {
     RETURN_IF(call("cuLaunchKernel", std::to_string(grid_x)));
     RETURN_IF(need_context("cuLaunchKernel"));
-    if (stream != &the_stream || state.streams == 0 || state.modules == 0) return misuse("a launch without module or stream", invalid_handle);
+    if (stream != &the_stream || state.streams == 0) return misuse("a launch without its stream", invalid_handle);
+    if (state.modules == 0) return misuse("a launch without its module", invalid_handle);
     if (function != &the_kernels[0] && function != &the_kernels[1]) return misuse("an unknown function", invalid_handle);
     if (grid_x == 0 || grid_x > 0x7FFFFFFF || grid_y != 1 || grid_z != 1 || block_x != threads_per_block || block_y != 1 ||
         block_z != 1 || shared != 0 || !parameters || extra) {

@@ -78,8 +78,8 @@ void compare(const Driver & driver, CudaDevice & device, const Shape & s, HalfTy
     d_out.download(out.data(), out.size() * 2, s.out_at);
     for (size_t i = 0; i < out.size(); i++) {
         if (out[i] != expected[i]) {
-            fail("element " + std::to_string(int64_t(i) - int64_t(guard)) + " of " + std::to_string(s.n_rows) + " x " + std::to_string(s.k) +
-                 ": " + std::to_string(out[i]) + " instead of " + std::to_string(expected[i]));
+            fail("element " + std::to_string(int64_t(i) - int64_t(guard)) + " of " + std::to_string(s.n_rows) + " x " +
+                 std::to_string(s.k) + ": " + std::to_string(out[i]) + " instead of " + std::to_string(expected[i]));
         }
     }
 }
@@ -92,8 +92,8 @@ void measure(const Driver & driver, CudaDevice & device, HalfType to, int64_t n_
     constexpr int64_t k = 7168;
     const size_t n = size_t(n_rows * k);
     const DeviceMemory codes(driver, n), scales(driver, size_t((n_rows + 127) / 128 * (k / 128)) * 4), out(driver, n * 2);
-    const Fp8Expansion e = {reinterpret_cast<void *>(codes.p), reinterpret_cast<void *>(scales.p), reinterpret_cast<void *>(out.p),
-                            n_rows, k, 128, 128, to};
+    const Fp8Expansion e = {reinterpret_cast<void *>(codes.p), reinterpret_cast<void *>(scales.p),
+                            reinterpret_cast<void *>(out.p), n_rows, k, 128, 128, to};
     std::string why;
     double best = 1e30;
     for (int repeat = 0; repeat < 3; repeat++) {
@@ -157,15 +157,17 @@ void run_on(const Driver & driver, int i_device, bool quick) {
     if (!device->can_expand()) fail(device->why_not_expand());
     printf("%s (%s), kernels for %s\n", name, bus_id, kernel_image().architectures);
     std::mt19937 random(11);
-    const Shape shapes[] = {{1, 256, 128, 128, 0, 0}, {1, 1, 128, 128, 0, 0},    {129, 300, 128, 128, 0, 0}, {5, 33, 2, 5, 1, 2},
-                            {64, 512, 128, 128, 8, 0}, {64, 512, 128, 128, 0, 2}, {7, 1000, 1, 1000, 0, 0},   {257, 2048, 128, 128, 0, 0},
-                            {300, 77, 300, 77, 0, 0},  {130, 4096, 3, 48, 0, 0}};
+    const Shape shapes[] = {{1, 256, 128, 128, 0, 0},  {1, 1, 128, 128, 0, 0},    {129, 300, 128, 128, 0, 0},
+                            {64, 512, 128, 128, 8, 0}, {64, 512, 128, 128, 0, 2}, {257, 2048, 128, 128, 0, 0},
+                            {7, 1000, 1, 1000, 0, 0},  {300, 77, 300, 77, 0, 0},  {130, 4096, 3, 48, 0, 0},
+                            {5, 33, 2, 5, 1, 2}};
     for (const Shape & shape : shapes) {
         compare(driver, *device, shape, HalfType::bf16, random);
         compare(driver, *device, shape, HalfType::f16, random);
     }
     printf("  %zu matrices as on the CPU, to the bit\n", 2 * sizeof shapes / sizeof *shapes);
-    for (const HalfType to : {HalfType::bf16, HalfType::f16}) measure(driver, *device, to, quick ? 128 : 2048 * 16, quick ? 1 : 10);
+    const int64_t n_rows = quick ? 128 : 16 * 2048;  // 16 experts of DeepSeek-V3
+    for (const HalfType to : {HalfType::bf16, HalfType::f16}) measure(driver, *device, to, n_rows, quick ? 1 : 10);
     pin(driver, *device, quick ? size_t(1) << 20 : size_t(256) << 20);
     device.reset();
     void * popped = nullptr;

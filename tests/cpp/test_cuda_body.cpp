@@ -88,20 +88,21 @@ void every_code(HalfType type) {
             const double once = to_half(exact, type);
             if (same(got, once)) continue;
             twice++;
-            const double unit = type == HalfType::bf16 ? std::fabs(exact) * 0x1p-7 + 0x1p-133 : std::fabs(exact) * 0x1p-10 + 0x1p-24;
+            const double unit = std::fabs(exact) * (type == HalfType::bf16 ? 0x1p-7 : 0x1p-10) +
+                                (type == HalfType::bf16 ? 0x1p-133 : 0x1p-24);
             const double largest = type == HalfType::bf16 ? 0x1.FEp127 : 65504;
             const double finite = std::isinf(got) ? std::copysign(largest, got) : got;
             if (!(std::fabs(finite - exact) <= unit)) fail("far from the exact product", code, scale, got);
         }
     }
-    printf("%s: %ld products, %ld of them rounded otherwise than in one step\n", type == HalfType::bf16 ? "BF16" : "F16", n, twice);
+    const char * const name = type == HalfType::bf16 ? "BF16" : "F16";
+    printf("%s: %ld products, %ld of them rounded otherwise than in one step\n", name, n, twice);
     if (twice * 100 > n) fail("rounding twice changes too many products", double(twice), double(n));
 }
 
 template <HalfType T> void run_grid(const Fp8Job & job) {
-    for (uint64_t block = 0; block < blocks_of_grid(job); block++) {
-        for (uint64_t thread = 0; thread < threads_per_block; thread++) expand_by_thread<T>(job, block * threads_per_block + thread);
-    }
+    const uint64_t n_threads = blocks_of_grid(job) * threads_per_block;
+    for (uint64_t i_thread = 0; i_thread < n_threads; i_thread++) expand_by_thread<T>(job, i_thread);
 }
 
 struct Shape { uint64_t n_rows, k, block_rows, block_k; };
@@ -126,11 +127,13 @@ template <HalfType T> void one_matrix(const Shape & s, size_t codes_at, size_t o
         for (uint64_t i = 0; i < s.k; i++) {
             const float by = scale[row / s.block_rows * n_k_blocks + i / s.block_k];
             const double expected = to_half(to_float(value_of(job.codes[row * s.k + i]) * double(by)), T);
-            if (!same(value_of_half(job.out[row * s.k + i], T), expected)) fail("wrong element", double(s.n_rows), double(s.k), double(i));
+            const double got = value_of_half(job.out[row * s.k + i], T);
+            if (!same(got, expected)) fail("wrong element", double(s.n_rows), double(s.k), double(i));
         }
     }
     for (const uint8_t * p = out.data(); p < out.data() + out.size(); p++) {
-        if ((p < first || p >= first + n * 2) && *p != 0xA5) fail("wrote outside", double(s.n_rows), double(s.k), double(p - first));
+        const bool outside = p < first || p >= first + n * 2;
+        if (outside && *p != 0xA5) fail("wrote outside", double(s.n_rows), double(s.k), double(p - first));
     }
 }
 
@@ -139,9 +142,10 @@ void ragged_matrices() {
     int n = 0;
     for (const uint64_t n_rows : {1, 2, 3, 5, 129}) {
         for (const uint64_t k : {1, 2, 7, 15, 16, 17, 31, 32, 33, 100, 128, 129, 256, 300}) {
-            const Shape shapes[] = {{n_rows, k, 128, std::min<uint64_t>(k, 128)}, {n_rows, k, 1, k}, {n_rows, k, n_rows, k},
-                                    {n_rows, k, 3, std::min<uint64_t>(k, 5)},     {n_rows, k, 2, 1}, {n_rows, k, 64, std::min<uint64_t>(k, 48)},
-                                    {n_rows, k, 1, std::min<uint64_t>(k, 32)}};
+            const auto cut = [&](uint64_t block_k) { return std::min(k, block_k); };
+            const Shape shapes[] = {{n_rows, k, 128, cut(128)}, {n_rows, k, 64, cut(48)}, {n_rows, k, 3, cut(5)},
+                                    {n_rows, k, n_rows, k},     {n_rows, k, 1, cut(32)},  {n_rows, k, 1, k},
+                                    {n_rows, k, 2, 1}};
             for (const Shape & shape : shapes) {
                 for (const size_t codes_at : {0, 1, 8}) {
                     for (const size_t out_at : {0, 2, 8}) {

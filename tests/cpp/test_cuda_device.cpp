@@ -39,7 +39,8 @@ void check_why(const std::string & why, const char * part, int line) {
 #define CHECK_WHY(why, part) check_why(why, part, __LINE__)
 
 size_t count(const std::string & name) {
-    return size_t(std::count_if(fake->calls.begin(), fake->calls.end(), [&](const std::string & c) { return c.rfind(name, 0) == 0; }));
+    const auto called = [&](const std::string & call) { return call.rfind(name, 0) == 0; };
+    return size_t(std::count_if(fake->calls.begin(), fake->calls.end(), called));
 }
 
 std::unique_ptr<CudaDevice> open(std::string & why, const char * id = "0000:01:00.0") {
@@ -102,8 +103,8 @@ void order_of_calls() {
         "cuDriverGetVersion", "cuInit", "cuDeviceGetByPCIBusId 0000:01:00.0", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2",
         "cuStreamCreate 1", "cuDeviceGetAttribute 113", "cuModuleLoadData fatbin", "cuModuleGetFunction hybrid_moe_fp8_to_bf16",
         "cuModuleGetFunction hybrid_moe_fp8_to_f16", "cuCtxPopCurrent_v2",
-        "cuCtxPushCurrent_v2", "cuMemHostRegister_v2 " + two + " 9", "cuMemHostRegister_v2 " + two + " 9", "cuMemHostRegister_v2 " + one + " 9",
-        "cuCtxPopCurrent_v2",
+        "cuCtxPushCurrent_v2", "cuMemHostRegister_v2 " + two + " 9", "cuMemHostRegister_v2 " + two + " 9",
+        "cuMemHostRegister_v2 " + one + " 9", "cuCtxPopCurrent_v2",
         "cuCtxPushCurrent_v2", "cuLaunchKernel 1", "cuCtxPopCurrent_v2",
         "cuCtxPushCurrent_v2", "cuStreamSynchronize", "cuCtxPopCurrent_v2",
         "cuCtxPushCurrent_v2", "cuMemHostUnregister", "cuMemHostUnregister", "cuMemHostUnregister", "cuCtxPopCurrent_v2",
@@ -215,7 +216,8 @@ void pinning() {
     auto device = open(why);
     // Whole pages around an odd range; writable memory without the read-only flag.
     CHECK(device->register_host(range.begin + 5000, 4096, false, why));
-    CHECK(fake->pinned.size() == 1 && fake->pinned[range.begin + 4096] == 8192 && fake->calls[fake->calls.size() - 2] == "cuMemHostRegister_v2 8192 1");
+    CHECK(fake->pinned.size() == 1 && fake->pinned[range.begin + 4096] == 8192);
+    CHECK(fake->calls[fake->calls.size() - 2] == "cuMemHostRegister_v2 8192 1");
     CHECK(device->pinned_bytes_from(range.begin + 4095) == 0 && device->pinned_bytes_from(range.begin + 4096) == 8192);
     CHECK(device->pinned_bytes_from(range.begin + 12287) == 1 && device->pinned_bytes_from(range.begin + 12288) == 0);
     CHECK(!device->register_host(range.begin + 5000, 1, false, why));
