@@ -25,11 +25,14 @@ std::map<std::string, Rates> & of_this_process() {
 std::string number(double v) { return decimal(v, 9); }
 
 std::string line_of(const std::string & name, const Rates & r) {
-    std::string line = name + "\t" + number(r.cpu.s_per_expert) + "\t" + number(r.cpu.s_per_row);
+    std::string line = name;
+    const auto add = [&line](double v) { line.append("\t").append(number(v)); };
+    add(r.cpu.s_per_expert);
+    add(r.cpu.s_per_row);
     for (const DeviceRate & d : r.devices) {
-        line += "\t" + number(d.copy_s_per_byte) + "\t" + number(d.copy_s) + "\t" + number(d.compute_s_per_row) + "\t" + number(d.compute_s);
+        for (const double v : {d.copy_s_per_byte, d.copy_s, d.compute_s_per_row, d.compute_s}) add(v);
     }
-    return line + "\n";
+    return line.append("\n");
 }
 
 // Nothing when the line is damaged or of another number of devices.
