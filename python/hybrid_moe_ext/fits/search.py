@@ -86,7 +86,7 @@ def judge(s: Setting, n_ubatch: int, account: Account) -> Row:
 
 def _device(s: Setting, n_ubatch: int, gpu: Gpu, account: Account) -> DeviceUse:
     use = account.devices[gpu.name]
-    expanded = 2 * s.source.largest_expert_weights if s.fp8_link == "codes" else 0
+    expanded = 2 * 2 * s.source.largest_expert_weights if s.fp8_link == "codes" else 0
     stream = 2 * n_ubatch * s.n_embd * F32 + expanded
     usable = gpu.n_bytes - s.reserve
     ring = usable - use.total - stream
