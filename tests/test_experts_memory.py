@@ -177,7 +177,7 @@ def test_an_unknown_value(tmp_path):
     done = python(STOCK, HYBRID_MOE_EXPERTS_MEMORY="gpu")
     assert (
         done.returncode != 0
-        and "HYBRID_MOE_EXPERTS_MEMORY=gpu is not available here; choose mmap or copy" in done.stderr
+        and "HYBRID_MOE_EXPERTS_MEMORY=gpu is not available here; choose mmap, copy or pinned" in done.stderr
     )
 
 

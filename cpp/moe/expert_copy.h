@@ -32,7 +32,7 @@ using ArenaSource = std::function<std::unique_ptr<Arena>(size_t n_bytes, int nod
 class ExpertCopy {
 public:
     // Throws std::runtime_error when there is no address space.
-    ExpertCopy(int64_t n_expert, int64_t n_rows, size_t row_bytes, std::vector<RowPart> parts, const ArenaSource & source);
+    ExpertCopy(int64_t n_expert, int64_t n_rows, size_t row_bytes, std::vector<RowPart> parts, const ArenaSource & source = {});
     ~ExpertCopy();
     ExpertCopy(const ExpertCopy &) = delete;
     ExpertCopy & operator=(const ExpertCopy &) = delete;

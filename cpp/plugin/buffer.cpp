@@ -68,7 +68,7 @@ std::unique_ptr<ExpertTensor> experts_of(const ggml_tensor * tensor) {
 
 // A weight that can only be one of experts; intermediate results have an operation, or one row per expert used.
 bool is_expert_weight(const ggml_tensor * t, ExpertTensor::Shape & shape) {
-    if (t->op != GGML_OP_NONE || t->ne[2] < 2 || t->ne[1] < 2 || t->ne[3] != 1) return false;
+    if (t->op != GGML_OP_NONE || t->ne[2] < 2 || t->ne[1] < 2 || t->ne[0] < 16 || t->ne[3] != 1) return false;
     shape = weights_of(t).shape;
     return t->nb[2] == t->nb[1] * size_t(t->ne[1]);
 }
