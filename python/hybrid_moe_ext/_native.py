@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import importlib.metadata
 import os
@@ -209,6 +210,12 @@ def register(options: Options | None = None) -> Status:
 
 
 _streaming: dict[str, str] = {}  # what the plug-in was loaded with
+
+
+def loaded_options(options: Options) -> Options:
+    """The same with what this process streams by, where `options` leave it open."""
+    loaded = {name: value for name, value in _streaming.items() if getattr(options, name) == "auto"}
+    return dataclasses.replace(options, **loaded)
 
 
 def _check_isa(options: Options, lib: Any) -> None:

@@ -27,6 +27,20 @@ class _BufferOverride(ctypes.Structure):
     _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
 
 
+class BufferOverrides:
+    """Where tensors with certain names go. Holds what `params` points to: it must live until the load is over."""
+
+    def __init__(self, params: Any, pattern: bytes, buffer_type: int):
+        self._array = (_BufferOverride * 2)(_BufferOverride(pattern, buffer_type))
+        point(params, "tensor_buft_overrides", self._array)
+
+
+def point(params: Any, field: str, array: Any) -> None:
+    """Sets a pointer whatever type llama-cpp-python declares for it."""
+    address = ctypes.byref(params, getattr(type(params), field).offset)
+    ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.addressof(array)
+
+
 class ModelLoader:
     """One load. After it `error` holds what went wrong in our part, if anything did."""
 
@@ -41,15 +55,16 @@ class ModelLoader:
         self.is_directory = is_checkpoint_dir(path)
         if not self.is_directory and not use_mmap and options.experts_memory != "mmap":
             raise OptionError(
-                f"{path}: experts_memory={options.experts_memory!r} needs use_mmap=True for a GGUF: without it llama.cpp reads the experts into "
-                "memory of its own, neither placed nor shared"
+                f"{path}: experts_memory={options.experts_memory!r} needs use_mmap=True for a GGUF: without it llama.cpp "
+                "reads the experts into memory of its own, neither placed nor shared"
             )
         self.checkpoint: Checkpoint | None = open_checkpoint(path) if self.is_directory else None
         if not self.is_directory:
             _check_gguf(Path(path))
 
     def load(self, params: Any) -> Any:
-        """The seam's loader: llama_model_params -> llama_model * or None."""
+        """The seam's loader: llama_model_params -> llama_model * or None. A later attempt forgets what an earlier one said."""
+        self.error, self.loaded = None, False
         keep = self._watch(params)
         _native.check(_native.library().hybrid_moe_choose_experts_memory(self._options.experts_memory.encode()))
         try:
@@ -92,10 +107,7 @@ class ModelLoader:
 
     def _load_directory(self, params: Any) -> Any:
         assert self.checkpoint is not None
-        # The name keeps the array alive until the load is over.
-        overrides = (_BufferOverride * 2)(_BufferOverride(_EXPERTS, _native.buffer_type_handle()))
-        field = ctypes.byref(params, type(params).tensor_buft_overrides.offset)
-        ctypes.cast(field, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.addressof(overrides)
+        overrides = BufferOverrides(params, _EXPERTS, _native.buffer_type_handle())
         params.load_mode = C.LLAMA_LOAD_MODE_NONE
         # Copies are made of the files' bytes at first use, so the load itself leaves experts alone.
         in_place = self._use_mmap or self._options.experts_memory != "mmap"
@@ -105,6 +117,7 @@ class ModelLoader:
         virtual = self.checkpoint.virtual_gguf(self._options.dense_type)
         with GgufStream(virtual, serve_experts=not in_place) as stream, table:
             model = C.llama_model_load_from_file_ptr(stream.file, params)
+        del overrides
         error = _as_ours(stream.error) or self._judge(model, params, table, stream.copied_expert_bytes)
         if error is not None:
             if model is not None:

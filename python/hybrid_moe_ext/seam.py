@@ -1,9 +1,10 @@
-"""The seam into llama-cpp-python: the one place that knows how its LlamaModel gets a model. Nothing else is replaced.
+"""The seam into llama-cpp-python: the one place that knows how it gets a model and a context. Nothing else is replaced.
 
 llama_cpp.Llama builds an internals.LlamaModel, which checks that its path exists and calls
-llama_cpp.llama_cpp.llama_model_load_from_file(path, params). That function is replaced, once, by one that asks whether
-*this thread* is inside `loading_by`, and otherwise does what it always did. tests/test_seam.py checks it against the
-pinned release.
+llama_cpp.llama_cpp.llama_model_load_from_file(path, params), and an internals.LlamaContext, which calls
+llama_cpp.llama_cpp.llama_init_from_model(model, params). Each function is replaced, once, by one that asks whether
+*this thread* is inside `loading_by` or `creating_by`, and otherwise does what it always did. tests/test_seam.py checks
+both against the pinned release.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 import llama_cpp.llama_cpp as C
 
 Loader = Callable[[Any], Any]  # llama_model_params -> llama_model *, or None
+Creator = Callable[[Any, Any], Any]  # llama_model *, llama_context_params (may be changed) -> llama_context *, or None
 
 _thread = threading.local()
 _original = C.llama_model_load_from_file
+_original_init = C.llama_init_from_model
 
 
 def _load_from_file(path: bytes, params: Any, /) -> Any:
@@ -26,7 +29,13 @@ def _load_from_file(path: bytes, params: Any, /) -> Any:
     return _original(path, params) if loader is None else loader(params)
 
 
+def _init_from_model(model: Any, params: Any, /) -> Any:
+    creator: Creator | None = getattr(_thread, "creator", None)
+    return _original_init(model, params) if creator is None else creator(model, params)
+
+
 C.llama_model_load_from_file = _load_from_file
+C.llama_init_from_model = _init_from_model
 
 
 @contextlib.contextmanager
@@ -37,6 +46,16 @@ def loading_by(loader: Loader) -> Iterator[None]:
         yield
     finally:
         _thread.loader = None
+
+
+@contextlib.contextmanager
+def creating_by(creator: Creator) -> Iterator[None]:
+    """Inside, on this thread, llama-cpp-python makes contexts by `creator`."""
+    _thread.creator = creator
+    try:
+        yield
+    finally:
+        _thread.creator = None
 
 
 def explain_decode(context: Any, explain: Callable[[RuntimeError], Exception]) -> None:
@@ -53,5 +72,10 @@ def explain_decode(context: Any, explain: Callable[[RuntimeError], Exception]) -
 
 
 def load_stock(path: bytes, params: Any) -> Any:
-    """What llama-cpp-python would have called."""
+    """What llama-cpp-python would have called for a model."""
     return _original(path, params)
+
+
+def create_stock(model: Any, params: Any) -> Any:
+    """What llama-cpp-python would have called for a context."""
+    return _original_init(model, params)

@@ -30,6 +30,7 @@ from .fits import info_section
 from .fits import run as run_fits
 from .generate import Request, Result
 from .generate import run as generate
+from .gpus import gpu_facts, gpu_lines
 from .terminal import note, set_log, write
 
 DEMO_MODEL = "tiny-deepseek-v3-fp8"
@@ -127,6 +128,16 @@ def run(
     seed: Annotated[int | None, typer.Option("--seed", min=0, max=2**32 - 2, help="For --temp above 0.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")] = False,
     ctx: Context = None,
+    ubatch: Annotated[
+        int | None,
+        typer.Option("-ub", "--ubatch", min=1, help="Tokens per pass; with a GPU as many as fit, otherwise 512."),
+    ] = None,
+    n_gpu_layers: Annotated[
+        int | None,
+        typer.Option(
+            "-ngl", "--n-gpu-layers", min=-1, help="Layers on GPUs; -1, all, where experts are streamed, otherwise 0."
+        ),
+    ] = None,
     threads: Threads = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -136,7 +147,7 @@ def run(
         raise OptionError(f"--temp {temp} is not possible: give a number, 0 or greater")
     request = Request(
         model=model, prompt=read_prompt(prompt), n=n, temp=temp, seed=seed, chat=chat, n_ctx=ctx,
-        n_threads=threads or default_threads(), options=options, verbose=verbose,
+        n_threads=threads or default_threads(), options=options, verbose=verbose, n_ubatch=ubatch, n_gpu_layers=n_gpu_layers,
     )  # fmt: skip
     answer(request, as_json)
 
@@ -213,13 +224,14 @@ def bench_model(
 @app.command()
 def info(model: Model, as_json: Json = False) -> None:
     """Architecture, layers, experts, types and sizes per part, and what would run where. Reads headers only."""
-    Options.resolve()  # a misspelt variable is an error here too
+    options = Options.resolve()  # a misspelt variable is an error here too
     described = describe_model(model)
     fits = info_section(model) if described.n_expert else None
+    gpus = gpu_facts(described, options)
     if as_json:
-        write(json.dumps(described.as_dict() | ({"fits": fits["answer"]} if fits else {})) + "\n")
+        write(json.dumps(described.as_dict() | gpus | ({"fits": fits["answer"]} if fits else {})) + "\n")
         return
-    write("\n".join([*info_lines(described), *(fits["lines"] if fits else ())]) + "\n")
+    write("\n".join([*info_lines(described), *gpu_lines(described, gpus), *(fits["lines"] if fits else ())]) + "\n")
 
 
 @app.command()

@@ -7,20 +7,25 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import llama_cpp.llama_cpp as C
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-from .. import Llama, counters
+from .. import Llama, counters, streamed
 from .._native import ggml_function
 from ..errors import HybridMoeError, OptionError
+from ..gpus import find_gpus
 from ..info import BOTH, HOST, OURS, ModelInfo, describe_model
 from ..machine import Copies, copies
 from ..options import Options
+from ..placement import Placement
+from ..streamed import Streamed
 from .terminal import last_errors, progress_bar
 
 DEFAULT_CTX = 4096
+DEFAULT_BATCH = 512  # llama-cpp-python's
 
 
 @dataclass(frozen=True)
@@ -32,28 +37,45 @@ class Result:
     tokens: int
     finish: str  # "stop": the model ended it, "length": -n reached, "context": no room left
     load_s: float
+    passes: int  # over the model, for the prompt
+    ttft_s: float  # from the prompt to the first token
     prefill_tps: float
     decode_tps: float | None  # None for fewer than two tokens
     threads: int
     isa: str
     team: str
-    device: str  # what computes everything but the experts
+    device: str  # what computes everything but the experts; several: layer after layer
     experts_on: str | None  # "HybridMoE", "host" or "HybridMoE and host"; None: the model has no experts
     expert_matmuls: int  # expert matrix products that the plug-in computed for this prompt
     model: str
     architecture: str
     copies: Copies | None  # of experts in memory; None: they are used from their files
+    placement: Placement
+    prefill: Streamed | None  # what streaming did in each phase; None: there is nothing to stream to
+    decode: Streamed | None
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        told = asdict(self)
+        for phase in ("prefill", "decode"):
+            of_phase = getattr(self, phase)
+            if of_phase is not None:
+                told[phase]["cpu_share"] = of_phase.cpu_share
+        return told
 
     def statistics(self) -> list[str]:
         decode = f"{self.decode_tps:.1f} tokens/s" if self.decode_tps is not None else "too short to time"
         return [
-            f"prefill: {self.prompt_tokens} tokens, {self.prefill_tps:.1f} tokens/s",
+            f"prefill: {self.prompt_tokens} tokens, {self.prefill_tps:.1f} tokens/s, first token after {self.ttft_s:.2f} s",
+            *(
+                [f"prefill experts: {self.prefill}{f'; {self.passes} passes' if self.passes > 1 else ''}"]
+                if self.prefill
+                else []
+            ),
             f"decode: {max(0, self.tokens - 1)} tokens, {decode}",
             f"device: {self.device}, {self.threads} thread{'s' if self.threads > 1 else ''}",
             f"experts: {self._where()}",
+            *([f"placement: {self.placement}"] if self.placement.devices else []),
+            *(f"streaming: {trouble}" for trouble in (self.prefill.troubles if self.prefill else ())),
             *(self.copies.lines() if self.copies else ()),
         ]
 
@@ -75,6 +97,8 @@ class Request:
     n_threads: int
     options: dict[str, str | None]
     verbose: bool
+    n_ubatch: int | None = None  # None: as many as fit, llama.cpp's default without a GPU
+    n_gpu_layers: int | None = None  # None: all where experts are streamed, otherwise none
 
 
 def run(request: Request, show: Callable[[str], None]) -> Result:
@@ -96,14 +120,19 @@ def run(request: Request, show: Callable[[str], None]) -> Result:
         n = min(request.n, n_ctx - len(prompt))
         llm.set_seed(C.LLAMA_DEFAULT_SEED if request.seed is None else request.seed)
         before = counters().n_matmuls
+        reports = [streamed.report()]
         pieces, progress = [], Timing([time.perf_counter()])
         try:
             for text in stream(llm, prompt, n, request.temp, progress):
+                if len(reports) == 1:
+                    reports.append(streamed.report())
                 pieces.append(text)
                 show(text)
         except RuntimeError as error:
             raise HybridMoeError(f"{request.model}: llama.cpp stopped: {error} {last_errors()}") from error
         matmuls = counters().n_matmuls - before
+        reports.append(streamed.report())
+        phases = [streamed.between(*pair) for pair in pairwise(reports)] if llm.placement.devices else [None, None]
         times = progress.times
         return Result(
             text="".join(pieces),
@@ -111,27 +140,32 @@ def run(request: Request, show: Callable[[str], None]) -> Result:
             tokens=len(times) - 1 - progress.ended,
             finish="stop" if progress.ended else "length" if n == request.n else "context",
             load_s=load_s,
+            passes=-(-len(prompt) // llm.placement.n_ubatch),
+            ttft_s=times[1] - times[0],
             prefill_tps=len(prompt) / (times[1] - times[0]),
             decode_tps=(len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None,
             threads=request.n_threads,
             isa=llm.status.isa,
             team=llm.status.team,
-            device=device_description(),
-            experts_on=where_experts_ran(info, matmuls),
+            device=device_description(llm.placement),
+            experts_on=where_experts_ran(info, matmuls + sum(phase.layers for phase in phases if phase)),
             expert_matmuls=matmuls,
             model=request.model,
             architecture=info.architecture,
             copies=copies() if Options.resolve(None, **request.options).experts_memory != "mmap" else None,
+            placement=llm.placement,
+            prefill=phases[0],
+            decode=phases[1],
         )
     finally:
         llm.close()
 
 
-def where_experts_ran(info: ModelInfo, matmuls: int) -> str | None:
-    """The plug-in's count decides; the headers only say whether some expert types were the host's besides."""
+def where_experts_ran(info: ModelInfo, n_ours: int) -> str | None:
+    """What the plug-in counted decides; the headers only say whether some expert types were the host's besides."""
     if info.experts_on is None:
         return None
-    if not matmuls:
+    if not n_ours:
         return HOST
     return BOTH if info.host_expert_types else OURS
 
@@ -146,7 +180,11 @@ def context_length(wanted: int | None, n_ctx_train: int) -> int:
 
 
 def load(request: Request, n_ctx: int) -> Llama:
-    given = {name: value for name, value in request.options.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in request.options.items() if value is not None}
+    if request.n_ubatch is not None:  # without a GPU llama-cpp-python would cut it to its n_batch in silence
+        given |= {"n_ubatch": request.n_ubatch, "n_batch": max(request.n_ubatch, DEFAULT_BATCH)}
+    if request.n_gpu_layers is not None:
+        given["n_gpu_layers"] = request.n_gpu_layers
     with progress_bar("loading") as progress:
         try:
             return Llama(
@@ -228,11 +266,11 @@ def _token_text(llm: Llama, token: int) -> str:
     return llm._model.token_get_text(token) if token >= 0 else ""
 
 
-def device_description() -> str:
-    """The CPU as ggml names it; this command puts no layers on GPUs."""
-    handle = ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, [ctypes.c_int])(
-        0
-    )  # GGML_BACKEND_DEVICE_TYPE_CPU
+def device_description(placement: Placement) -> str:
+    """The GPUs that have layers, or the CPU as ggml names it."""
+    if placement.devices and placement.n_gpu_layers:
+        return ", ".join(str(gpu) for gpu in find_gpus() if gpu.name in placement.devices)
+    handle = ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, [ctypes.c_int])(0)  # the type of CPUs
     if not handle:
         return "CPU"
     text = ggml_function("ggml_backend_dev_description", ctypes.c_char_p, [ctypes.c_void_p])(handle)
