@@ -134,13 +134,13 @@ def activate(kind: str, gate: np.ndarray | None, up: np.ndarray) -> np.ndarray:
 class LayerGraph:
     """The nodes of all layers, and what their tensors are to hold."""
 
-    def __init__(self, layers: list[Layer], n_tokens: int, plain_sum: bool):
+    def __init__(self, layers: list[Layer], n_tokens: int, plain_sum: bool, n_x_slots: int = 1):
         self.ctx = G.ggml_init(InitParams(16 << 20, None, True))
         self.graph = G.ggml_new_graph(self.ctx)
         self.data: list[tuple[int, Any]] = []
         self.experts: dict[int, tuple[str, Weights]] = {}
-        self.n_tokens = n_tokens
-        self.x = G.ggml_new_tensor_2d(self.ctx, F32, layers[0].n_embd, n_tokens)
+        self.n_tokens, self.n_x_slots = n_tokens, n_x_slots
+        self.x = G.ggml_new_tensor_2d(self.ctx, F32, layers[0].n_embd, n_tokens * n_x_slots)
         self.routes = [
             (
                 G.ggml_new_tensor_2d(self.ctx, I32, layer.n_used, n_tokens),
@@ -178,7 +178,7 @@ class LayerGraph:
         return y if bias is None else B.ggml_add_id(self.ctx, y, self._leaf(bias), ids)
 
     def _layer(self, i: int, layer: Layer, x: int, ids: int, weights: int, plain_sum: bool) -> int:
-        x = B.ggml_reshape_3d(self.ctx, x, layer.n_embd, 1, self.n_tokens)
+        x = B.ggml_reshape_3d(self.ctx, x, layer.n_embd, self.n_x_slots if i == 0 else 1, self.n_tokens)
         bias, w = layer.biases, layer.weights
         gate = None
         if layer.merged:

@@ -28,6 +28,7 @@ from layer_graph import Layer, LayerGraph, Route, activate  # noqa: E402
 
 LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, P)
 B = bind(ggml_log_set=(None, [LOG_CALLBACK, P]))
+DATA = 248  # offset of ggml_tensor.data
 PATIENCE_S = 60  # a case that takes longer hangs
 NMSE = {"F32": 1e-12, "F16": 2e-6, "BF16": 3e-5, "FP8": 3e-5, "Q8_0": 2e-4}  # by what the CPU back end rounds activations to
 QUANTISED_NMSE = 1e-3
@@ -62,11 +63,11 @@ def nmse(y: np.ndarray, truth: np.ndarray) -> float:
 class Model:
     """Layers in one graph with their weights loaded once; run as often as wanted."""
 
-    def __init__(self, layers: list[Layer], n_tokens: int, abort: Callable[[], bool] | None = None, n_threads: int = 1):
-        self.layers, self.graph = layers, LayerGraph(layers, n_tokens, plain_sum=False)
+    def __init__(self, layers: list[Layer], n_tokens: int, abort: Callable[[], bool] | None = None, n_x_slots: int = 1):
+        self.layers, self.graph = layers, LayerGraph(layers, n_tokens, plain_sum=False, n_x_slots=n_x_slots)
         self.abort = ABORT_CALLBACK(lambda _: abort()) if abort else None
         self.open = contextlib.ExitStack()
-        self.backend = self.open.enter_context(backend("HybridMoE", n_threads, self.abort))
+        self.backend = self.open.enter_context(backend("HybridMoE", 1, self.abort))
         self.folder = Path(self.open.enter_context(tempfile.TemporaryDirectory()))
         in_files = {t for t, (_, w) in self.graph.experts.items() if w.kind == "FP8"}
         with contextlib.ExitStack() as loading:
@@ -94,6 +95,10 @@ class Model:
         G.ggml_backend_tensor_get(self.graph.y, y.ctypes.data, 0, y.nbytes)
         return status, y
 
+    def lay_over(self, tensor: int, other: int) -> None:
+        """The tensor's bytes lie where the other's lie from now on."""
+        ctypes.c_void_p.from_address(tensor + DATA).value = ctypes.c_void_p.from_address(other + DATA).value
+
     def free(self) -> None:
         G.ggml_backend_buffer_free(self.buffer)
         G.ggml_free(self.graph.ctx)
@@ -101,7 +106,7 @@ class Model:
 
 
 def run_once(layers: list[Layer], x: np.ndarray, routes: list[Route]) -> tuple[int, np.ndarray]:
-    model = Model(layers, len(x))
+    model = Model(layers, len(x), n_x_slots=1 if x.ndim == 2 else x.shape[1])
     result = model.compute(x, routes)
     model.free()
     return result

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
+import dataclasses
 import json
-import os
 import sys
 import tempfile
-import threading
-import time
 from typing import Any
 
 import numpy as np
 
 from stream_model import Model, Started, expected, fork, host, nmse, nmse_of, report, run_once  # isort: skip
-import layer_graph
-from hybrid_moe_ext import _native
 from layer_graph import ACTIVATIONS, GATED, Layer, Route, random_layer, random_route
 from weights import GGML_TYPES
 
@@ -130,10 +125,9 @@ def cpu_help(n_devices: str) -> Any:
 def many_experts() -> Any:
     """More graphs than are queued between two synchronisations, few slots, slow compute: no slot is filled while it is read."""
     rng = np.random.default_rng(5)
-    case = one_layer(rng, 300, n_embd=64, n_ff=64, n_expert=200, n_used=4)
-    slots = 4 * 3 * 64 * 64 * 4
-    variables = ON | {"HYBRID_MOE_RING_MIB": slots / (1 << 20), "SIMGPU_LAUNCH_US": 100}
-    return fork(variables, lambda _: {str(i): judged(*case) for i in range(3)})
+    case = one_layer(rng, 150, n_embd=256, n_ff=128, n_expert=150, n_used=4)
+    variables = ON | {"HYBRID_MOE_RING_MIB": 1, "SIMGPU_LAUNCH_US": 100}
+    return fork(variables, lambda _: {"cases": [judged(*case) for _ in range(2)], "slots": report()["devices"][0]["slots"]})
 
 
 def look_ahead(n_devices: str) -> Any:
@@ -208,6 +202,142 @@ def skewed(n_devices: str) -> Any:
             return seen | {"copied": copied, "up": sum(d["up"]["bytes"] for d in books()), "expert_bytes": expert_bytes}
 
         return fork(variables, work)
+
+
+def unequal_devices() -> Any:
+    """Equal links, slow compute on one, rings of two slots: what is left is the other's, and both slots hold the next layer's."""
+    rng = np.random.default_rng(9)
+    layers, x, routes = chain(rng, 2, 64, n_embd=256, n_ff=128, n_expert=12)
+    truth = truth_of(layers, x, routes)
+    variables = ON | {
+        "SIMGPU_DEVICES": 2,
+        "SIMGPU_PINNED_GBPS": 0.05,
+        "SIMGPU_LAUNCH_US": "2000,2",
+        "HYBRID_MOE_RING_MIB": 1,
+    }
+
+    def work(_: Started) -> Any:
+        model, seen = Model(layers, len(x)), []
+        for _i in range(4):
+            status, y = model.compute(x, routes)
+            seen.append({"status": status, "nmse": nmse(y, truth)})
+        return {"passes": seen, "experts": [d["experts"] for d in report()["devices"]]}
+
+    return fork(variables, work)
+
+
+def memory_books(share: str, ring_mib: str) -> Any:
+    """What a layer with more experts than fit takes of a device's and the host's memory."""
+    rng = np.random.default_rng(10)
+    case = one_layer(rng, 256, n_embd=256, n_ff=256, n_expert=24, n_used=2)
+    variables = ON | {"SIMGPU_MEMORY_MIB": 16, "HYBRID_MOE_VRAM_SHARE": share, "HYBRID_MOE_RING_MIB": ring_mib}
+
+    def work(_: Started) -> Any:
+        seen = judged(*case)
+        device = report()["devices"][0]
+        return seen | {"books": books()[0], "device": device}
+
+    return fork(variables, work)
+
+
+def choices() -> Any:
+    """A token that chooses an expert twice, and experts that nobody chooses."""
+    rng = np.random.default_rng(11)
+    layer = random_layer(rng, n_embd=64, n_ff=64, n_expert=4, n_used=3)
+    x = rng.standard_normal((64, 64)).astype(np.float32)
+    twice = random_route(rng, layer, 64)
+    twice.ids[5] = (2, 2, 1)
+    twice.ids[6] = (3, 3, 3)
+    one = Route(np.zeros_like(twice.ids), twice.weights)
+    one.ids[:] = (0, 1, 3)
+    cases = {"twice": (layer, x, twice), "some": (layer, x, one)}
+    return fork(ON, lambda _: {k: judged(*c, expected(*c)) for k, c in cases.items()})
+
+
+def slots_of_x(n_devices: str) -> Any:
+    """A row of x for every choice of a token instead of one for all."""
+    rng = np.random.default_rng(12)
+    layer = random_layer(rng, n_embd=64, n_ff=96, n_expert=5, n_used=3)
+    x = rng.standard_normal((64, 3, 64)).astype(np.float32)
+    route = random_route(rng, layer, 64)
+    return fork(ON | {"SIMGPU_DEVICES": n_devices}, lambda _: judged(layer, x, route, expected(layer, x, route)))
+
+
+def in_place() -> Any:
+    """The result lies where the inputs lie, as hosts do it when they need these no more."""
+    rng = np.random.default_rng(13)
+    layer, x, route, truth = one_layer(rng, 64, n_embd=64, n_ff=96, n_expert=5)
+
+    def work(_: Started) -> Any:
+        seen = {}
+        for what in ("x", "ids", "weights"):
+            model = Model([layer], len(x))
+            source = {"x": model.graph.x, "ids": model.graph.routes[0][0], "weights": model.graph.routes[0][1]}[what]
+            model.lay_over(model.graph.y, source)
+            status, y = model.compute(x, [route])
+            seen[what] = {"status": status, "nmse": nmse(y, truth), "layers": report()["layers"]}
+            model.free()
+        return seen
+
+    return fork(ON, work)
+
+
+def refusals() -> Any:
+    """Ids out of range, and damaged FP8 weights in an expert that is used, in one that is not: what the CPU says, word by word."""
+    rng = np.random.default_rng(14)
+    layer, x, route, truth = one_layer(rng, 64, n_embd=64, n_ff=96, n_expert=8, n_used=2, kind="FP8")
+    route.ids %= 6  # experts 6 and 7 have no rows
+    route.ids[:, 1] = (route.ids[:, 0] + 1) % 6
+    truth = expected(layer, x, route)
+
+    def damaged(part: str, expert: int) -> Layer:
+        codes = layer.weights[part].codes.copy()
+        codes[expert, 3, 5] = 0x7F
+        return Layer(layer.weights | {part: dataclasses.replace(layer.weights[part], codes=codes)}, layer.n_used)
+
+    def with_id(i: int) -> Route:
+        ids = route.ids.copy()
+        ids[37, 1] = i
+        return Route(ids, route.weights)
+
+    cases = {f"{p} {e}": (damaged(p, e), route) for p in ("gate", "up", "down") for e in (4, 6)}
+    cases |= {"id -1": (layer, with_id(-1)), "id 8": (layer, with_id(8)), "fine": (layer, route)}
+
+    def work(started: Started) -> Any:
+        seen = {}
+        for name, (of_case, with_route) in cases.items():
+            del started.log[:]
+            # Two layers: the second one's experts are fetched ahead, damage and all.
+            status, y = run_once([of_case], x, [with_route])
+            seen[name] = {"status": status, "nmse": nmse(y, truth) if status == 0 else 0.0, "log": started.ours()}
+        return {"cases": seen, "streamed": report()["layers"]}
+
+    return [fork(ON | {"SIMGPU_DEVICES": n}, work) for n in (1, 2)] + [fork({"HYBRID_MOE_SLP": "off"}, work)]
+
+
+def damaged_ahead() -> Any:
+    """The second layer has a damaged expert, which is fetched ahead; slow links, so that it is still on its way or not."""
+    rng = np.random.default_rng(15)
+    layers, x, routes = chain(rng, 2, 64, n_embd=64, n_ff=64, n_expert=8, kind="FP8")
+    layers[1].weights["down"].codes[5, 0, 0] = 0xFF
+
+    def work(_: Started) -> Any:
+        model = Model(layers, len(x))
+        seen = [model.compute(x, routes)[0] for _ in range(6)]
+        model.free()
+        return {"statuses": seen, "report": report()}
+
+    return [fork(ON | {"SIMGPU_PINNED_GBPS": gbps, "SIMGPU_PAGEABLE_GBPS": gbps}, work) for gbps in (0.01, 0.1, 10)]
+
+
+def short_batches() -> Any:
+    """Fewer than 32 tokens never stream; other batches do as HYBRID_MOE_SLP says."""
+    rng = np.random.default_rng(16)
+    cases = {str(n): one_layer(np.random.default_rng(n), n) for n in (1, 31, 32)}
+    del rng
+    off = fork({"HYBRID_MOE_SLP": "off"}, lambda _: judged(*cases["32"]))
+    none = fork(ON | {"HYBRID_MOE_DEVICES": "none"}, lambda _: judged(*cases["32"]))
+    return {"off": off, "none": none, "on": fork(ON, lambda _: {k: judged(*c) for k, c in cases.items()})}
 
 
 if __name__ == "__main__":

@@ -59,12 +59,18 @@ ggml_status compute_matmul(BackendContext & ctx, const RunOptions & options, con
 // On the devices that stream, where that is faster, else on the CPU.
 ggml_status compute_layer(BackendContext & ctx, const MoeLayer & layer, const RunOptions & options) {
     char error[512];
-    if (!Streams::get().may_stream(layer.ids.n_tokens)) return status_of(run_moe_layer(layer, options, ctx.work, error), error);
+    if (!Streams::get().may_stream(layer.ids.n_tokens)) {
+        ctx.inputs.all_to_host();
+        return status_of(run_moe_layer(layer, options, ctx.work, error), error);
+    }
     const int64_t row_bytes = layer.up.weights.shape.k * int64_t(sizeof(float));
     const bool is_plain = layer.n_x_slots == 1 && layer.x_token_stride == row_bytes;
     const DeviceInput * x = is_plain ? ctx.inputs.find(layer.x, layer.ids.n_tokens, row_bytes) : nullptr;
     if (!x) ctx.inputs.all_to_host();
-    return status_of(Streams::get().run(layer, options, ctx.work, ctx.stream, x, error), error);
+    const RunStatus status = Streams::get().run(layer, options, ctx.work, ctx.stream, x, error);
+    // ggml gives an input's memory to what comes after its last reader: an input that y overlaps must not come to the host now.
+    ctx.inputs.forget(layer.y, (layer.ids.n_tokens - 1) * layer.y_token_stride + layer.n_embd() * int64_t(sizeof(float)));
+    return status_of(status, error);
 }
 
 // Computes the node at i, or the whole block that begins there; moves i behind it.
@@ -97,11 +103,14 @@ ggml_status compute_next(BackendContext & ctx, ggml_cgraph * graph, int & i) {
 
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     BackendContext & ctx = context_of(backend);
+    struct Clear {
+        DeviceInputs & inputs;
+        ~Clear() { inputs.clear(); }
+    } const at_the_end{ctx.inputs};
     try {
         const int n_nodes = host().ggml_graph_n_nodes(graph);
         ggml_status status = GGML_STATUS_SUCCESS;
         for (int i = 0; i < n_nodes && status == GGML_STATUS_SUCCESS;) status = compute_next(ctx, graph, i);
-        ctx.inputs.clear();
         return status;
     } catch (const std::exception & e) {  // memory for a larger batch than ever before
         host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: %s\n", e.what());

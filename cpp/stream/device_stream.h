@@ -87,6 +87,7 @@ private:
     bool start_fill(Lock & lock, Slot & slot, std::shared_ptr<const LayerExperts> experts, int64_t i_expert, bool is_ahead);
     void reap_upload(Lock & lock);
     Slot * free_slot();
+    size_t n_free_slots() const;
     void release_when_idle(Lock & lock);
 
     // compute.cpp
@@ -103,6 +104,7 @@ private:
     const TensorContext & next_context();
 
     void drop_slots(Lock & lock);
+    void drop_ahead();
     void fail(const std::string & why, bool is_damage = false);
 
     const Gpu            gpu_;
