@@ -85,8 +85,9 @@ class Model:
         for tensor, data in self.graph.data:
             set_tensor(tensor, data)
 
-    def compute(self, x: np.ndarray, routes: list[Route]) -> tuple[int, np.ndarray]:
-        set_tensor(self.graph.x, x)
+    def compute(self, x: np.ndarray, routes: list[Route], x_is_there: bool = False) -> tuple[int, np.ndarray]:
+        if not x_is_there:
+            set_tensor(self.graph.x, x)
         for (ids, weights), route in zip(self.graph.routes, routes, strict=True):
             set_tensor(ids, route.ids)
             set_tensor(weights, route.weights)

@@ -92,9 +92,10 @@ ggml_status compute_next(BackendContext & ctx, ggml_cgraph * graph, int & i) {
         return compute_matmul(ctx, options, node);
     }
     i++;
+    const bool is_scale = is_expert_scale(node);
+    if (!is_scale && !is_elementwise(node)) return GGML_STATUS_SUCCESS;  // a view: nothing is read
     ctx.inputs.all_to_host();
-    const bool ok = is_expert_scale(node) ? compute_expert_scale(node)
-                                          : !is_elementwise(node) || compute_elementwise(node, options.n_threads);
+    const bool ok = is_scale ? compute_expert_scale(node) : compute_elementwise(node, options.n_threads);
     if (!ok) {
         return report_failure(std::string(host().ggml_op_name(node->op)) + " '" + node->name + "': an expert number is out of range");
     }
