@@ -3,6 +3,10 @@
 import os
 from pathlib import Path
 
+import pytest
+
+from simgpu.build import library
+
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # ggml's crash handler starts a debugger, which can hang
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -26,3 +30,10 @@ def pytest_configure(config: object) -> None:
 def pytest_collection_modifyitems(items: list) -> None:
     """Tests that need a stock host in this process come first: once another test has registered the plug-in, it stays."""
     items.sort(key=lambda item: item.path.name != "test_checkpoint_logits.py")
+
+
+@pytest.fixture(scope="session")
+def simgpu(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library of the simulated GPU."""
+    cache = getattr(pytestconfig, "cache", None)
+    return library(cache.mkdir("simgpu") if cache else tmp_path_factory.mktemp("simgpu"))

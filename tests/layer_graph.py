@@ -112,12 +112,12 @@ def reference(layer: Layer, x: np.ndarray, route: Route) -> np.ndarray:
             return v + layer.biases[name][e] if layer.biases else v
 
         gate = project("gate", x[t]) if "gate" in layer.weights else None
-        hidden = _activate(layer.activation, gate, project("up", x[t].astype(np.float64)))
+        hidden = activate(layer.activation, gate, project("up", x[t].astype(np.float64)))
         y[t] += float(route.weights[t, s]) * project("down", hidden)
     return y
 
 
-def _activate(kind: str, gate: np.ndarray | None, up: np.ndarray) -> np.ndarray:
+def activate(kind: str, gate: np.ndarray | None, up: np.ndarray) -> np.ndarray:
     a = up if gate is None else gate
     if kind == "swiglu_oai":
         a, up = np.minimum(a, LIMIT), np.clip(up, -LIMIT, LIMIT)
@@ -131,16 +131,16 @@ def _activate(kind: str, gate: np.ndarray | None, up: np.ndarray) -> np.ndarray:
     return f if gate is None else f * up
 
 
-class _Graph:
+class LayerGraph:
     """The nodes of all layers, and what their tensors are to hold."""
 
-    def __init__(self, layers: list[Layer], n_tokens: int, plain_sum: bool):
+    def __init__(self, layers: list[Layer], n_tokens: int, plain_sum: bool, n_x_slots: int = 1):
         self.ctx = G.ggml_init(InitParams(16 << 20, None, True))
         self.graph = G.ggml_new_graph(self.ctx)
         self.data: list[tuple[int, Any]] = []
         self.experts: dict[int, tuple[str, Weights]] = {}
-        self.n_tokens = n_tokens
-        self.x = G.ggml_new_tensor_2d(self.ctx, F32, layers[0].n_embd, n_tokens)
+        self.n_tokens, self.n_x_slots = n_tokens, n_x_slots
+        self.x = G.ggml_new_tensor_2d(self.ctx, F32, layers[0].n_embd, n_tokens * n_x_slots)
         self.routes = [
             (
                 G.ggml_new_tensor_2d(self.ctx, I32, layer.n_used, n_tokens),
@@ -178,7 +178,7 @@ class _Graph:
         return y if bias is None else B.ggml_add_id(self.ctx, y, self._leaf(bias), ids)
 
     def _layer(self, i: int, layer: Layer, x: int, ids: int, weights: int, plain_sum: bool) -> int:
-        x = B.ggml_reshape_3d(self.ctx, x, layer.n_embd, 1, self.n_tokens)
+        x = B.ggml_reshape_3d(self.ctx, x, layer.n_embd, self.n_x_slots if i == 0 else 1, self.n_tokens)
         bias, w = layer.biases, layer.weights
         gate = None
         if layer.merged:
@@ -245,7 +245,7 @@ def run_layers(
 ) -> tuple[int, np.ndarray]:
     """x: float32 [n_tokens, n_embd] -> (status, y of the last layer). `folder` holds FP8 experts. Without `whole` the sum
     over experts is left out: y [n_tokens, n_used, n_embd]."""
-    g = _Graph(layers, len(x), not whole)
+    g = LayerGraph(layers, len(x), not whole)
     with backend(device, n_threads, abort) as b:
         with contextlib.ExitStack() as stack:
             in_files = {t for t, (_, w) in g.experts.items() if w.kind == "FP8"}

@@ -16,16 +16,10 @@ from typing import Any
 import pytest
 
 import models
-from simgpu.build import SOURCE, library
+from simgpu.build import SOURCE
 
 MIB = 1 << 20
 MS = 1_000_000
-
-
-@pytest.fixture(scope="session")
-def simgpu(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cache = getattr(pytestconfig, "cache", None)
-    return library(cache.mkdir("simgpu") if cache else tmp_path_factory.mktemp("simgpu"))
 
 
 def run(simgpu: Path, scenario: str, *arguments: object, **variables: object) -> tuple[Any, str]:

@@ -71,17 +71,26 @@ ggml_status compute_matmul(BackendContext & ctx, const RunOptions & options, ggm
 // Nodes [first, first + n), which are the layer: on the devices that stream, where that is faster, else on the CPU.
 ggml_status compute_layer(BackendContext & ctx, ggml_cgraph * graph, int first, int n, const MoeLayer & layer, const RunOptions & options) {
     char error[512];
-    if (!Streams::get().may_stream(layer.ids.n_tokens)) return status_of(run_moe_layer(layer, options, ctx.work, error), error);
+    if (!Streams::get().may_stream(layer.ids.n_tokens)) {
+        ctx.inputs.all_to_host();
+        return status_of(run_moe_layer(layer, options, ctx.work, error), error);
+    }
     const int64_t row_bytes = layer.up.weights.shape.k * int64_t(sizeof(float));
     const bool is_plain = layer.n_x_slots == 1 && layer.x_token_stride == row_bytes;
     const DeviceInput * x = is_plain ? ctx.inputs.find(layer.x, layer.ids.n_tokens, row_bytes) : nullptr;
     if (!x) ctx.inputs.all_to_host();
     const RunStatus status = Streams::get().run(layer, options, ctx.work, ctx.stream, x, error);
-    if (status != RunStatus::not_here) return status_of(status, error);
-    const int64_t begin = now_ns();
-    const ggml_status stock = compute_stock(ctx, graph, first, n);
-    Streams::get().learn_cpu(layer, double(now_ns() - begin) * 1e-9);
-    return stock;
+    ggml_status result;
+    if (status == RunStatus::not_here) {
+        const int64_t begin = now_ns();
+        result = compute_stock(ctx, graph, first, n);
+        Streams::get().learn_cpu(layer, double(now_ns() - begin) * 1e-9);
+    } else {
+        result = status_of(status, error);
+    }
+    // ggml gives an input's memory to what comes after its last reader: an input that y overlaps must not come to the host now.
+    ctx.inputs.forget(layer.y, (layer.ids.n_tokens - 1) * layer.y_token_stride + layer.n_embd() * int64_t(sizeof(float)));
+    return result;
 }
 
 // Computes the node at i, or the whole block that begins there; moves i behind it.
@@ -102,9 +111,10 @@ ggml_status compute_next(BackendContext & ctx, ggml_cgraph * graph, int & i) {
         return compute_matmul(ctx, options, graph, i++);
     }
     i++;
+    const bool is_scale = is_expert_scale(node);
+    if (!is_scale && !is_elementwise(node)) return GGML_STATUS_SUCCESS;  // a view: nothing is read
     ctx.inputs.all_to_host();
-    const bool ok = is_expert_scale(node) ? compute_expert_scale(node)
-                                          : !is_elementwise(node) || compute_elementwise(node, options.n_threads);
+    const bool ok = is_scale ? compute_expert_scale(node) : compute_elementwise(node, options.n_threads);
     if (!ok) {
         return report_failure(std::string(host().ggml_op_name(node->op)) + " '" + node->name + "': an expert number is out of range");
     }
@@ -113,11 +123,14 @@ ggml_status compute_next(BackendContext & ctx, ggml_cgraph * graph, int & i) {
 
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     BackendContext & ctx = context_of(backend);
+    struct Clear {
+        DeviceInputs & inputs;
+        ~Clear() { inputs.clear(); }
+    } const at_the_end{ctx.inputs};
     try {
         const int n_nodes = host().ggml_graph_n_nodes(graph);
         ggml_status status = GGML_STATUS_SUCCESS;
         for (int i = 0; i < n_nodes && status == GGML_STATUS_SUCCESS;) status = compute_next(ctx, graph, i);
-        ctx.inputs.clear();
         return status;
     } catch (const std::exception & e) {  // memory for a larger batch than ever before
         host().log(GGML_LOG_LEVEL_ERROR, "hybrid-moe: %s\n", e.what());

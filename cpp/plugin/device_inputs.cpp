@@ -21,6 +21,8 @@ struct DeviceInputs::Kept {
     size_t                         n_bytes = 0;
     bool                           is_on_host = false;
 
+    bool overlaps(const uint8_t * data, size_t n) const { return data < host_data + n_bytes && host_data < data + n; }
+
     bool to_host() {
         if (!is_on_host) host().ggml_backend_tensor_get(tensor, host_data, 0, n_bytes);
         is_on_host = true;
@@ -32,6 +34,8 @@ DeviceInputs::DeviceInputs() = default;
 DeviceInputs::~DeviceInputs() = default;
 
 bool DeviceInputs::keep(ggml_backend_t from, const ggml_tensor * src, const ggml_tensor * dst) {
+    // A graph that was given up may have left one.
+    if (dst->data) forget(static_cast<const uint8_t *>(dst->data), int64_t(host().ggml_nbytes(dst)));
     if (src->type != GGML_TYPE_F32 || src->ne[0] < min_columns || !src->buffer || !dst->data) return false;
     if (src->nb[0] != sizeof(float) || src->nb[1] != size_t(src->ne[0]) * sizeof(float) || src->nb[2] != src->nb[1] * size_t(src->ne[1]) || src->ne[3] != 1) return false;
     const int64_t n_rows = src->ne[1] * src->ne[2];
@@ -78,6 +82,13 @@ const DeviceInput * DeviceInputs::find(const uint8_t * data, int64_t n_rows, int
 bool DeviceInputs::all_to_host() {
     for (size_t i = 0; i < n_; i++) kept_[i]->to_host();
     return true;
+}
+
+void DeviceInputs::forget(const uint8_t * data, int64_t n_bytes) {
+    for (size_t i = 0; i < n_;) {
+        if (kept_[i]->overlaps(data, size_t(n_bytes))) kept_[i].swap(kept_[--n_]);
+        else i++;
+    }
 }
 
 void DeviceInputs::clear() { n_ = 0; }

@@ -26,6 +26,9 @@ public:
     // Copies all that are still missing to the host. False when a device does not give them.
     bool all_to_host();
 
+    // These bytes hold something else now: inputs that lay there have been read for the last time.
+    void forget(const uint8_t * data, int64_t n_bytes);
+
     // The graph has run.
     void clear();
 

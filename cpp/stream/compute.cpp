@@ -93,10 +93,10 @@ void DeviceStream::run_experts(LayerJob & job, const ExpertGraph & graph) {
             ready_.pop_front();
             slot.state = Slot::computing;
             if (computing_.empty()) counters_.starved_ns += now_ns() - idle_since;
-            computing_.push_back(&slot);
             lock.unlock();
             submit(job, graph, slot);
             lock.lock();
+            computing_.push_back(&slot);  // not before: what is in there may be reaped while submit() drains
             continue;
         }
         if (!computing_.empty()) {

@@ -106,7 +106,8 @@ Rates Streams::calibrate(const Pass & pass) {
     return rates;
 }
 
-Rates Streams::rates_for(const Pass & pass) {
+// Drops devices that have no room any more after a measurement.
+Rates Streams::rates_for(Pass & pass) {
     std::string name = cpu_name() + "; " + std::to_string(pass.options.n_threads) + " threads; " + pass.options.kernels->name;
     for (const size_t i : pass.devices) name += "; " + devices_[i]->gpu().name + " " + devices_[i]->gpu().description;
     name += "; " + text_of(*pass.experts);
@@ -118,9 +119,12 @@ Rates Streams::rates_for(const Pass & pass) {
         for (size_t i = 0; i < pass.devices.size(); i++) devices_[pass.devices[i]]->know_rate(rates.devices[i]);
     } else {
         rates = calibrate(pass);
+        const bool all_measured = std::all_of(rates.devices.begin(), rates.devices.end(), [](const DeviceRate & r) {
+            return r.copy_s_per_byte > 0 && r.compute_s_per_row > 0;  // zeros: it failed
+        });
         const bool is_whole = rates.devices.size() == pass.devices.size() && (rates.cpu.s_per_row > 0 || !pass.layer.has_kernels());
-        if (is_whole) keep_rates(name, rates);
-        ready_devices(pass, make_index(pass.layer, pass.route));  // the sample's batch was a smaller one
+        if (is_whole && all_measured) keep_rates(name, rates);
+        pass.devices = ready_devices(pass, make_index(pass.layer, pass.route));  // the sample's batch was a smaller one
     }
     rates.devices = rates_of(pass.devices);
     if (!pass.layer.has_kernels()) {

@@ -95,8 +95,8 @@ void DeviceStream::make_room(const MoeLayer & layer, const LayerExperts & expert
                           std::to_string(shape.n_tokens) + " tokens need " + std::to_string(least >> 20) + " MiB");
     }
     if (slot_bytes > slot_bytes_) drop_slots(lock);
-    if (!batch_memory_ || batch_memory_->size() < batch_bytes) {
-        // The ring was built around the smaller batch.
+    if (!batch_memory_ || batch_memory_->size() < batch_bytes || batch_memory_->size() + least_bytes(experts) > may) {
+        // The ring was built around the smaller batch, or the larger one leaves no room since less memory is free.
         if (batch_memory_) drop_slots(lock);
         batch_.reset();
         batch_memory_.reset();
@@ -146,7 +146,7 @@ void DeviceStream::start(LayerJob & job, int i_worker) {
     ready_.clear();
     for (const auto & slot : slots_) {
         if (!slot->is_waiting()) continue;
-        const bool is_wanted = slot->experts->is_same(*job.experts) && job.queue.claim(i_worker, slot->i_expert);
+        const bool is_wanted = slot->experts->is_same(*job.experts) && job.queue.claim(i_worker, slot->i_expert, double(now_ns()) * 1e-9);
         if (!is_wanted) counters_.wasted_bytes += slot->n_bytes;
         slot->is_claimed = is_wanted;
         if (slot->state == Slot::filling) {  // it becomes ready, or free, when it has arrived
@@ -194,8 +194,22 @@ void DeviceStream::forget() {
     }
 }
 
+// Forgets what was fetched ahead and has not been claimed. What is still on its way becomes free when it has arrived.
+void DeviceStream::drop_ahead() {
+    next_.reset();
+    next_order_.clear();
+    for (const auto & slot : slots_) {
+        if (!slot->is_waiting()) continue;
+        counters_.wasted_bytes += slot->n_bytes;
+        if (slot->state == Slot::filling) slot->i_expert = -1;
+        else slot->state = Slot::free;
+    }
+}
+
 void DeviceStream::fail(const std::string & why, bool is_damage) {
     if (job_) job_->cancel(i_worker_, why, is_damage);
+    // Copies report no failure of their own, so it may be one of those that failed: a device that is told to compute tells once.
+    if (!is_damage) drop_ahead();
     counters_.n_failures++;
     changed_.notify_all();
 }

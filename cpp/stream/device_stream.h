@@ -93,6 +93,7 @@ private:
     bool start_fill(Lock & lock, Slot & slot, std::shared_ptr<const LayerExperts> experts, int64_t i_expert, bool is_ahead);
     void reap_upload(Lock & lock);
     Slot * free_slot();
+    size_t n_free_slots() const;
     void release_when_idle(Lock & lock);
 
     // compute.cpp
@@ -113,6 +114,7 @@ private:
     Fp8Form form_of(const LayerExperts & experts) const;
     void make_expanded(const LayerExperts & experts, Fp8Form form);
     void drop_slots(Lock & lock);
+    void drop_ahead();
     void fail(const std::string & why, bool is_damage = false);
 
     const Gpu            gpu_;

@@ -39,22 +39,34 @@ void ExpertQueue::add(Worker & w, const QueuedExpert & e, uint64_t n_bytes, doub
     w.rows_taken += e.n_rows;
 }
 
+// A worker asks when it can begin to copy. One that is late for that is held up by something that no rate tells: it will need
+// about as long again.
+double ExpertQueue::ready_at(const Worker & w, double now) {
+    const double due = std::max(w.copy_free, w.asked);
+    return w.asked > 0 && due < now ? now + (now - due) : std::max(w.copy_free, now);
+}
+
 double ExpertQueue::end_of(const Worker & w, const QueuedExpert & e, double now) const {
     return after(w.rate, w.copy_free, w.compute_free, e.n_rows, n_bytes_, now).compute_free;
 }
 
-bool ExpertQueue::claim(int i_worker, int64_t expert) {
+bool ExpertQueue::claim(int i_worker, int64_t expert, double now) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = std::find_if(left_.begin(), left_.end(), [expert](const QueuedExpert & e) { return e.expert == expert; });
     if (found == left_.end()) return false;
-    add(workers_[size_t(i_worker)], *found, 0, 0.0);
+    Worker & w = workers_[size_t(i_worker)];
+    w.compute_free = std::max(w.compute_free, now) + w.rate.compute_s + double(found->n_rows) * w.rate.compute_s_per_row;
+    w.n_taken++;
+    w.rows_taken += found->n_rows;
     left_.erase(found);
     return true;
 }
 
 std::optional<int64_t> ExpertQueue::take(int i_worker, double now) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    workers_[size_t(i_worker)].asked = now;
     std::vector<Worker> plan = workers_;
+    for (Worker & w : plan) w.copy_free = ready_at(w, now);
     for (size_t i = 0; i < left_.size(); i++) {
         // Equal ends: whoever asks is served.
         size_t best = size_t(i_worker);
@@ -142,6 +154,14 @@ size_t share_of_cpu(const std::vector<QueuedExpert> & by_rows, uint64_t n_bytes,
         const std::vector<QueuedExpert> rest(by_rows.begin(), by_rows.end() - std::ptrdiff_t(n));
         if (cpu_s <= predict(rest, n_bytes, devices)) low = n;
         else high = n - 1;
+    }
+    // The CPU may still end sooner with one more, although it then ends last.
+    if (low < by_rows.size()) {
+        const auto end_with = [&](size_t n) {
+            const std::vector<QueuedExpert> rest(by_rows.begin(), by_rows.end() - std::ptrdiff_t(n));
+            return std::max(double(n) * cpu.s_per_expert + double(rows_of_idlest[n]) * cpu.s_per_row, predict(rest, n_bytes, devices));
+        };
+        if (end_with(low + 1) < end_with(low)) low++;
     }
     return low;
 }

@@ -31,7 +31,7 @@ public:
     ExpertQueue(std::vector<QueuedExpert> experts, uint64_t n_bytes, std::vector<DeviceRate> rates);
 
     // Gives the expert to that worker whatever the prediction says: it has the bytes already. False when it is gone, or has no rows.
-    bool claim(int i_worker, int64_t expert);
+    bool claim(int i_worker, int64_t expert, double now);
 
     // The next expert for a worker that can begin to copy now (seconds on any clock); nothing when all that is left is predicted
     // to finish earlier elsewhere, or when nothing is left (is_empty). Ask again later: predictions change.
@@ -50,10 +50,12 @@ private:
         DeviceRate rate;
         double     copy_free    = 0;  // when its link will be free, predicted
         double     compute_free = 0;
+        double     asked = 0;           // when it last asked
         bool       is_gone      = false;
         int64_t    n_taken = 0, rows_taken = 0;
     };
     double end_of(const Worker & w, const QueuedExpert & e, double now) const;
+    static double ready_at(const Worker & w, double now);
     static void add(Worker & w, const QueuedExpert & e, uint64_t n_bytes, double now);
 
     mutable std::mutex        mutex_;

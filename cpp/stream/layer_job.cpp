@@ -38,6 +38,7 @@ DeviceIndex make_index(const MoeLayer & layer, const Routing & route) {
         for (int64_t j = 0; j < route.n_rows(e); j++) {
             const Pair p = route.pairs[size_t(route.begin[size_t(e)] + j)];
             const size_t to = size_t(index.begin[size_t(e)] + j);
+            index.has_twice = index.has_twice || (j > 0 && index.y_row[to - 1] == p.token);
             index.x_row[to]  = int32_t(p.token * layer.n_x_slots + p.slot % layer.n_x_slots);
             index.y_row[to]  = p.token;
             index.weight[to] = weight_of(layer, p.token, p.slot);

@@ -22,6 +22,7 @@ struct DeviceIndex {
     std::vector<int32_t> y_row;     // tokens, [n]
     std::vector<float>   weight;    // [n]
     int64_t              max_rows = 0;
+    bool                 has_twice = false;  // a token chose an expert twice: its two rows would be added at once
 };
 
 DeviceIndex make_index(const MoeLayer & layer, const Routing & route);

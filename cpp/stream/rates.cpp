@@ -83,7 +83,7 @@ std::string rates_path() {
 std::optional<Rates> known_rates(const std::string & name, size_t n_devices) {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto known = of_this_process().find(name);
-    if (known != of_this_process().end()) return known->second;
+    if (known != of_this_process().end() && known->second.devices.size() == n_devices) return known->second;
     const std::optional<Rates> found = in_file(name, n_devices);
     if (found) of_this_process()[name] = *found;
     return found;

@@ -27,6 +27,18 @@ MoeLayer tokens_of(const MoeLayer & layer, int64_t token0, int64_t n_tokens) {
     return part;
 }
 
+bool overlaps(const uint8_t * a, int64_t n_a, const uint8_t * b, int64_t n_b) { return a < b + n_b && b < a + n_a; }
+
+// The same input for a layer whose y lies where it would come to the host: it comes to the workspace instead.
+DeviceInput beside_y(const DeviceInput & x, MoeLayer & layer, Workspace & work) {
+    work.x_copy.resize(size_t(layer.ids.n_tokens * layer.x_token_stride));
+    layer.x = work.x_copy.data();
+    return {x.gpu, x.tensor, [tensor = x.tensor, &bytes = work.x_copy] {
+        host().ggml_backend_tensor_get(tensor, bytes.data(), 0, bytes.size());
+        return true;
+    }};
+}
+
 }  // namespace
 
 Streams & Streams::get() {
@@ -116,14 +128,16 @@ std::vector<DeviceRate> Streams::rates_of(const std::vector<size_t> & devices) c
 
 int64_t Streams::tokens_per_pass(const MoeLayer & layer, const LayerExperts & experts) {
     int64_t n = layer.ids.n_tokens;
-    for (const auto & d : devices_) {
+    for (size_t i = 0; i < devices_.size(); i++) {
+        const auto & d = devices_[i];
+        if (n_failures_[i] >= max_failures) continue;
         const size_t slots = d->least_bytes(experts);
         const size_t may   = d->budget();
         if (may <= slots) continue;  // it will not take part
-        const BatchShape one  = shape_of(layer, tokens_of(layer, 0, 1).ids.n_tokens, device_tile_rows, index_alignment * layer.ids.n_used);
+        // Every expert's indices are padded.
+        const BatchShape one  = shape_of(layer, 1, device_tile_rows, index_alignment * experts.n_expert());
         const size_t fixed    = BatchTensors(one, false).n_bytes(d->gpu());
-        // Indices are padded per expert; 12 bytes per pair and as much again cover it.
-        const size_t per_token = size_t(layer.n_x_slots * layer.up.weights.shape.k + layer.n_embd()) * 4 + size_t(layer.ids.n_used) * 24;
+        const size_t per_token = size_t(layer.n_x_slots * layer.up.weights.shape.k + layer.n_embd()) * 4 + size_t(layer.ids.n_used) * 12;
         // Half of it for the batch at most, unless that would mean several passes over the experts.
         const size_t for_batch = may - slots;
         if (for_batch <= fixed) continue;
@@ -166,6 +180,22 @@ void Streams::look_ahead(const std::vector<size_t> & devices, const LayerExperts
     for (size_t d = 0; d < devices.size(); d++) devices_[devices[d]]->look_ahead(next, shares[d]);
 }
 
+// The job of some devices, which do not touch it any more at the end, whatever happens.
+struct Streams::Running {
+    LayerJob &                   job;
+    std::vector<DeviceStream *>  left;
+
+    bool finish_one(std::chrono::milliseconds patience) {
+        if (!left.back()->finish(patience)) return false;
+        left.pop_back();
+        return true;
+    }
+    ~Running() {
+        if (!left.empty()) job.cancel(-1, "given up");
+        while (!left.empty()) finish_one(std::chrono::milliseconds(100));
+    }
+};
+
 bool Streams::stream(const Pass & pass, const StreamPlan & plan, const std::vector<size_t> & devices, RunStatus & status, char * error) {
     std::vector<QueuedExpert> for_devices = plan.by_rows;
     std::vector<char> for_cpu(size_t(pass.experts->n_expert()), 0);
@@ -175,7 +205,11 @@ bool Streams::stream(const Pass & pass, const StreamPlan & plan, const std::vect
     }
     const bool cpu_adds = plan.n_cpu_experts > 0;
     LayerJob job(pass.layer, pass.route, pass.experts, std::move(for_devices), rates_of(devices), cpu_adds);
-    for (size_t w = 0; w < devices.size(); w++) devices_[devices[w]]->start(job, int(w));
+    Running running{job, {}};
+    for (size_t w = 0; w < devices.size(); w++) {
+        running.left.push_back(devices_[devices[w]].get());
+        devices_[devices[w]]->start(job, int(w));
+    }
     look_ahead(devices, *pass.experts);
     status = RunStatus::ok;
     if (cpu_adds) {
@@ -183,14 +217,12 @@ bool Streams::stream(const Pass & pass, const StreamPlan & plan, const std::vect
         status = run_moe_layer(pass.layer, pass.options, pass.work, error, &for_cpu);
         trace_span("CPU", "experts", "share", begin, now_ns(), pass.experts->name(), -1, int64_t(plan.n_cpu_experts), 0);
         if (status == RunStatus::ok) job.sums.cpu_is_done();
-        else job.cancel(-1, error);
+        else job.cancel(-1, status == RunStatus::aborted ? "aborted" : error);
     }
-    for (const size_t i : devices) {
-        while (!devices_[i]->finish(std::chrono::milliseconds(5))) {
-            if (status != RunStatus::ok || !must_abort(pass.options, 0)) continue;
-            status = RunStatus::aborted;
-            job.cancel(-1, "aborted");
-        }
+    while (!running.left.empty()) {
+        if (running.finish_one(std::chrono::milliseconds(5)) || status != RunStatus::ok || !must_abort(pass.options, 0)) continue;
+        status = RunStatus::aborted;
+        job.cancel(-1, "aborted");
     }
     if (status != RunStatus::ok) return true;
     if (!job.is_cancelled()) {
@@ -218,23 +250,25 @@ RunStatus Streams::run_pass(Pass & pass, char * error) {
         describe_bad_id(pass.layer.down.weights, pass.layer.ids, bad, error);
         return RunStatus::failed;
     }
+    std::vector<std::unique_lock<std::mutex>> leases;
     const auto on_cpu = [&] {
-        n_on_cpu_++;
+        leases.clear();  // others may stream meanwhile
         if (pass.x && !pass.x->to_host()) {
             snprintf(error, 512, "%s: the device lost the input of %s", pass.x->gpu->name.c_str(), pass.experts->name().c_str());
             return RunStatus::failed;
         }
+        n_on_cpu_++;
         if (!pass.layer.has_kernels()) return RunStatus::not_here;
         return run_moe_layer(pass.layer, pass.options, pass.work, error);
     };
-    std::vector<std::unique_lock<std::mutex>> leases;
     for (const auto & d : devices_) leases.emplace_back(d->lease());
     const DeviceIndex index = make_index(pass.layer, pass.route);
-    const std::vector<size_t> devices = ready_devices(pass, index);
+    pass.devices = ready_devices(pass, index);
+    if (pass.devices.empty() || index.has_twice) return on_cpu();
+    const Rates rates = rates_for(pass);
+    const std::vector<size_t> & devices = pass.devices;
     if (devices.empty()) return on_cpu();
     const bool is_elsewhere = pass.x && (devices.size() > 1 || &devices_[devices[0]]->gpu() != pass.x->gpu);
-    pass.devices = devices;
-    const Rates rates = rates_for(pass);
     const StreamPlan plan = decide(pass, rates);
     {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -250,6 +284,11 @@ RunStatus Streams::run_pass(Pass & pass, char * error) {
 RunStatus Streams::run(const MoeLayer & given, const RunOptions & options, Workspace & work, StreamContext & context, const DeviceInput * x,
                        char * error) {
     MoeLayer layer = given;
+    DeviceInput elsewhere;
+    if (x && overlaps(layer.x, layer.ids.n_tokens * layer.x_token_stride, layer.y, layer.ids.n_tokens * layer.y_token_stride)) {
+        elsewhere = beside_y(*x, layer, work);
+        x = &elsewhere;
+    }
     protect_inputs(layer, work);
     const auto experts = ahead_.known(experts_of(layer));
     std::vector<int64_t> rows(size_t(experts->n_expert()), 0);

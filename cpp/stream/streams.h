@@ -85,9 +85,10 @@ public:
 
 private:
     struct Pass;
+    struct Running;
     void open();
     void note(const std::string & kind, const std::string & sentence);
-    Rates rates_for(const Pass & pass);
+    Rates rates_for(Pass & pass);
     Rates calibrate(const Pass & pass);
     CpuRate calibrate_cpu(const Pass & pass, const MoeLayer & sample);
     StreamPlan decide(const Pass & pass, const Rates & rates) const;

@@ -3,6 +3,8 @@
 
 #include "stream/trace.h"
 
+#include <algorithm>
+
 namespace hybrid_moe {
 namespace {
 
@@ -32,6 +34,10 @@ DeviceStream::Slot * DeviceStream::free_slot() {
     return nullptr;
 }
 
+size_t DeviceStream::n_free_slots() const {
+    return size_t(std::count_if(slots_.begin(), slots_.end(), [](const auto & slot) { return slot->state == Slot::free; }));
+}
+
 // Does one thing; false when there is nothing to do now.
 bool DeviceStream::upload_step(Lock & lock) {
     const bool has_job = job_ && !job_ended_ && !job_->is_cancelled();
@@ -41,15 +47,17 @@ bool DeviceStream::upload_step(Lock & lock) {
         return true;
     }
     Slot * slot = free_slot();
-    if (has_job && !all_sent_ && slot) {
-        if (const auto expert = job_->queue.take(i_worker_, seconds(now_ns()))) return start_fill(lock, *slot, job_->experts, *expert, false);
+    if (has_job && !all_sent_) {
+        const auto expert = slot ? job_->queue.take(i_worker_, seconds(now_ns())) : std::nullopt;
+        if (expert) return start_fill(lock, *slot, job_->experts, *expert, false);
         if (job_->queue.is_empty()) {
             all_sent_ = true;
             changed_.notify_all();
         }
     }
-    const bool is_busy = has_job && !all_sent_ && !slot;
-    if (next_ && !next_order_.empty() && slot && !is_busy) {
+    // While experts are left that may become ours, one slot stays free for them.
+    const bool has_room = slot && (!has_job || all_sent_ || n_free_slots() > 1);
+    if (next_ && !next_order_.empty() && has_room) {
         const int64_t expert = next_order_.front();
         next_order_.pop_front();
         return start_fill(lock, *slot, next_, expert, true);
@@ -134,9 +142,10 @@ bool DeviceStream::start_fill(Lock & lock, Slot & slot, std::shared_ptr<const La
     }
     lock.lock();
     if (!damage && trouble.empty()) return true;
-    // Damaged weights end the layer that computes them; ahead of time they are nobody's problem yet.
+    // Damaged weights end the layer that computes them, which may have claimed this expert by now; ahead of time they are
+    // nobody's problem yet.
     slot.i_expert = -1;
-    if (is_ahead && trouble.empty()) next_order_.clear();
+    if (damage && !slot.is_claimed) next_order_.clear();
     else fail(damage ? damage : trouble, damage != nullptr);
     return true;
 }
