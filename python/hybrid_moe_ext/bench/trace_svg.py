@@ -9,7 +9,7 @@ from .trace import Span, Window, busy_share
 
 WIDTH, LANE, GAP, LEFT, TOP = 1400, 26, 8, 150, 34
 COLOURS = ("#3b6fb6", "#d9822b", "#4d9a4d", "#a34fa3", "#8a6d3b", "#c04a4a")  # per layer, in turn
-X
+STYLE = "body{font:14px system-ui,sans-serif;margin:2em;color:#222;background:#fff}text{font:12px system-ui,sans-serif;fill:#444}"
 
 
 def colours_of(window: Window) -> dict[str, str]:
