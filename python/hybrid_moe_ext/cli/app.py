@@ -23,6 +23,7 @@ from ..info import PARTS, ModelInfo, describe_model
 from ..machine import default_threads
 from ..options import Options
 from . import bench as run_bench
+from . import bench_stream as run_stream
 from .convert import FP8_NOTE
 from .convert import run as run_convert
 from .fits import Request as FitsRequest
@@ -219,6 +220,62 @@ def bench_model(
         "", types, "", rounds, threads or default_threads(), as_json, Options.resolve(None, **options)
     )
     run_bench.model(request, folder)
+
+
+@bench.command("stream")
+@with_options
+def bench_streaming(
+    options: dict[str, str | None],
+    shape: Annotated[
+        str,
+        typer.Option(
+            help="deepseek, qwen3-235b, qwen3-30b, gpt-oss-120b, glm-4.5: a layer of that model; or n_embd,n_ff,n_expert,n_used."
+        ),
+    ] = "qwen3-30b",
+    scale: Annotated[
+        float, typer.Option(min=1.0, help="Divides n_embd: weights, activations and work shrink alike.")
+    ] = 1.0,
+    weights: Annotated[str, typer.Option("--type", help="Weight type.")] = "Q8_0",
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens in a pass.")] = "1024,4096,16384",
+    layers: Annotated[int, typer.Option(min=1, max=256, help="Layers in a row.")] = 6,
+    attention_ms: Annotated[float, typer.Option(min=0.0, help="Pause before each layer, in place of attention.")] = 0.0,
+    routing: Annotated[str, typer.Option(help="uniform; or skewed: half of the experts are never wanted.")] = "uniform",
+    memory_mib: Annotated[
+        int, typer.Option(min=1, help="Memory of the experts; addresses beyond are the same memory again.")
+    ] = 2048,
+    peers: Annotated[
+        str, typer.Option(help="Copy-then-compute loops to time: pinned, pageable (memory they copy from), or none.")
+    ] = "pinned,pageable",
+    cpu: Annotated[bool, typer.Option("--cpu/--no-cpu", help="Time the CPU alone too.")] = True,
+    unchecked: Annotated[
+        bool, typer.Option("--unchecked", help="For simulated devices, which compute nothing.")
+    ] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write what happened when to this file (Chrome trace).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the last layers' timeline to a .html or .png.")] = None,
+    plot_layers: Annotated[int, typer.Option(min=1, max=100, help="Layers in the timeline.")] = 2,
+    from_trace: Annotated[
+        Path | None, typer.Option(help="Draw this trace, of whatever run, and measure nothing.")
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="A ggml back end to load first, libggml-*.so: llama-cpp-python loads its own only."),
+    ] = None,
+    rounds: Rounds = 5,
+    threads: Threads = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """MoE layers whose experts are streamed to GPU devices: time and its lower bound, overlap, GB/s, balance, peers."""
+    out = run_stream.Output(as_json, trace, plot, from_trace, backend, plot_layers)
+    run_stream.check(out)
+    if from_trace and plot:
+        return run_stream.draw(from_trace, plot, plot_layers)
+    set_log(verbose)
+    request = run_stream.request(
+        shape, scale, weights, tokens, layers, attention_ms, routing, memory_mib, rounds, threads or default_threads(), peers,
+        cpu, not unchecked, Options.resolve(None, **options),
+    )  # fmt: skip
+    run_stream.stream(request, out)
 
 
 @app.command()

@@ -1,0 +1,120 @@
+"""What the plug-in reports of streaming (hybrid_moe_stream_report), as differences between two moments, and the model that it
+decides by: when the devices are predicted to be faster than the CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from .. import _native
+from .graph import Shape
+
+MIN_TOKENS = 64  # slp=auto keeps shorter batches on the CPU without asking (cpp/stream/decide.cpp)
+MOST_TOKENS = 1 << 20
+
+
+def report() -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(_native.library().hybrid_moe_stream_report())
+    return told
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """One device between two reports."""
+
+    name: str
+    n_layers: int
+    n_experts: int
+    n_rows: int
+    expert_bytes: int
+    ahead_bytes: int
+    wasted_bytes: int
+    in_bytes: int
+    out_bytes: int
+    upload_s: float
+    compute_s: float
+    starved_s: float
+    layer_s: float
+    n_failures: int
+
+
+def device_uses(before: dict[str, Any], after: dict[str, Any]) -> list[DeviceUse]:
+    """Of the devices that computed something."""
+    old = {d["name"]: d for d in before["devices"]}
+    uses = []
+    for d in after["devices"]:
+        counts = {key: value - old.get(d["name"], {}).get(key, 0) for key, value in d.items() if isinstance(value, int)}
+        uses.append(
+            DeviceUse(
+                d["name"], counts["layers"], counts["experts"], counts["rows"], counts["expert_bytes"], counts["ahead_bytes"],
+                counts["wasted_bytes"], counts["in_bytes"], counts["out_bytes"], counts["upload_ns"] * 1e-9,
+                counts["compute_ns"] * 1e-9, counts["starved_ns"] * 1e-9, counts["layer_ns"] * 1e-9, counts["failures"],
+            )
+        )  # fmt: skip
+    return [u for u in uses if u.n_layers or u.n_failures]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds; measured by the plug-in when it first streams a kind of layer."""
+
+    cpu_per_expert: float
+    cpu_per_row: float
+    copy_per_byte: list[float]
+    compute_per_row: list[float]
+
+
+def rates_of(told: dict[str, Any]) -> Rates | None:
+    """None before anything was measured."""
+    cpu = re.match(r"CPU ([\d.e+-]+) ms per expert, ([\d.e+-]+) us per row", told["rates"])
+    devices = [d for d in told["devices"] if d["copy_s_per_byte"] > 0]
+    if not cpu or not devices or float(cpu[2]) == 0:
+        return None
+    return Rates(
+        float(cpu[1]) * 1e-3, float(cpu[2]) * 1e-6,
+        [d["copy_s_per_byte"] for d in devices], [d["compute_s_per_row"] for d in devices],
+    )  # fmt: skip
+
+
+def threshold(rates: Rates, shape: Shape, expert_bytes: int) -> int | None:
+    """The smallest number of tokens, with even routing, that the plug-in's model sends to the devices; None: none does.
+    `expert_bytes`: on the link."""
+
+    def streams(n_tokens: int) -> bool:
+        return _devices_s(rates, shape, expert_bytes, n_tokens) < _cpu_s(rates, shape, n_tokens)
+
+    low, high = MIN_TOKENS, MIN_TOKENS
+    while not streams(high):
+        low, high = high, 2 * high
+        if high > MOST_TOKENS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if streams(middle) else (middle, high)
+    return high if high == MIN_TOKENS or not streams(low) else low
+
+
+def _active(shape: Shape, n_tokens: int) -> float:
+    return shape.n_expert * (1 - (1 - shape.n_used / shape.n_expert) ** n_tokens)
+
+
+def _cpu_s(rates: Rates, shape: Shape, n_tokens: int) -> float:
+    return _active(shape, n_tokens) * rates.cpu_per_expert + n_tokens * shape.n_used * rates.cpu_per_row
+
+
+def _devices_s(rates: Rates, shape: Shape, expert_bytes: int, n_tokens: int) -> float:
+    """Every device's two stages overlap; activations go to every device and come back."""
+    n = round(_active(shape, n_tokens))
+    rows = n_tokens * shape.n_used / max(n, 1)
+    copy_free, compute_free = [0.0] * len(rates.copy_per_byte), [0.0] * len(rates.copy_per_byte)
+    for _ in range(n):
+        ends = []
+        for d, per_byte in enumerate(rates.copy_per_byte):
+            there = copy_free[d] + expert_bytes * per_byte
+            ends.append((max(there, compute_free[d]) + rows * rates.compute_per_row[d], there, d))
+        end, there, d = min(ends)
+        copy_free[d], compute_free[d] = there, end
+    activations = 2 * 4 * n_tokens * shape.n_embd
+    return max(compute_free) + activations * max(rates.copy_per_byte)
