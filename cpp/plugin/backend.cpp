@@ -1,4 +1,5 @@
 // A compute instance: walks the split that ggml gives us, node by node.
+#include "plugin/buffer.h"
 #include "plugin/describe.h"
 #include "plugin/device.h"
 #include "plugin/device_inputs.h"
@@ -80,6 +81,7 @@ ggml_status compute_layer(BackendContext & ctx, ggml_cgraph * graph, int first, 
     const DeviceInput * x = is_plain ? ctx.inputs.find(layer.x, layer.ids.n_tokens, row_bytes) : nullptr;
     if (!x) ctx.inputs.all_to_host();
     const RunStatus status = Streams::get().run(layer, options, ctx.work, ctx.stream, x, error);
+    if (status == RunStatus::ok) pin_result(host().ggml_graph_node(graph, first + n - 1));
     ggml_status result;
     if (status == RunStatus::not_here) {
         const int64_t begin = now_ns();

@@ -31,6 +31,7 @@ struct BufferContext {
     size_t    size  = 0;
     bool      owned = false;
     bool      has_experts = false;
+    std::vector<std::shared_ptr<void>> pins;  // of results that devices write and read
     std::shared_ptr<const void> trailer;  // of the mapped file, if it has one
     // Tensors whose bytes lie in a checkpoint: their own memory stays empty.
     std::map<const ggml_tensor *, std::unique_ptr<ExpertTensor>> aliases;
@@ -44,6 +45,7 @@ void free_buffer(ggml_backend_buffer_t buffer) {
         forget_weights(buffer);
         Streams::get().forget();
     }
+    ctx->pins.clear();
     if (ctx->owned && ctx->base) munmap(ctx->base, ctx->size);
     delete ctx;
 }
@@ -97,7 +99,7 @@ std::unique_ptr<Arena> pinned_or_not(size_t n_bytes, int node) {
 // The range of the host's mapping, pinned where it lies.
 bool pin_mapping(const ggml_tensor * tensor, ExpertTensor & experts) {
     std::string why;
-    auto pins = pin_in_place(Streams::get().gpus(), tensor->data, host().ggml_nbytes(tensor), settings().pinned_bytes, why);
+    auto pins = pin_in_place(Streams::get().gpus(), tensor->data, host().ggml_nbytes(tensor), true, settings().pinned_bytes, why);
     if (pins) experts.hold(std::move(pins));
     return bool(experts.is_held());
 }
@@ -282,6 +284,21 @@ ggml_backend_buffer_t buffer_from_host_ptr(void * ptr, size_t size) {
     ctx->base = static_cast<uint8_t *>(ptr);
     ctx->size = size;
     return host().ggml_backend_buffer_init(buffer_type(), buffer_interface, ctx.release(), size);
+}
+
+void pin_result(const ggml_tensor * tensor) {
+    constexpr size_t worth_it = size_t(1) << 20;
+    const ggml_tensor * whole = tensor->view_src ? tensor->view_src : tensor;
+    const size_t n_bytes = host().ggml_nbytes(tensor);
+    if (!is_our_buffer(whole->buffer) || n_bytes < worth_it) return;
+    BufferContext & ctx = context_of(whole->buffer);
+    const std::vector<Gpu> gpus = Streams::get().gpus();
+    for (const Gpu & gpu : gpus) {
+        if (gpu.family == "CUDA" && is_pinned_for(gpu, static_cast<uint8_t *>(tensor->data) + 8192, n_bytes - 16384) == Pinned::yes) return;
+    }
+    if (!ctx.owned || ctx.pins.size() >= 64) return;
+    std::string why;  // it is only slower
+    if (auto pin = pin_in_place(gpus, tensor->data, n_bytes, false, UINT64_MAX, why)) ctx.pins.push_back(std::move(pin));
 }
 
 bool is_our_buffer(ggml_backend_buffer_t buffer) { return buffer && buffer->buft == buffer_type(); }

@@ -163,7 +163,8 @@ std::unique_ptr<Arena> pinned_arena(const std::vector<Gpu> & gpus, size_t n_byte
     return nullptr;
 }
 
-std::shared_ptr<void> pin_in_place(const std::vector<Gpu> & gpus, const void * data, size_t n_bytes, uint64_t budget, std::string & why) {
+std::shared_ptr<void> pin_in_place(const std::vector<Gpu> & gpus, const void * data, size_t n_bytes, bool read_only, uint64_t budget,
+                                   std::string & why) {
     const uintptr_t page  = uintptr_t(sysconf(_SC_PAGESIZE));
     const uintptr_t begin = (uintptr_t(data) + page - 1) / page * page;
     const uintptr_t end   = (uintptr_t(data) + n_bytes) / page * page;
@@ -172,7 +173,7 @@ std::shared_ptr<void> pin_in_place(const std::vector<Gpu> & gpus, const void * d
         if (!is_cuda(gpu) || begin >= end) continue;
         if (!is_within(budget, end - begin, why)) return nullptr;
         const void * at = reinterpret_cast<const void *>(begin);
-        if (register_with_cuda(gpu, at, end - begin, true, why)) return std::make_shared<Registered>(at);
+        if (register_with_cuda(gpu, at, end - begin, read_only, why)) return std::make_shared<Registered>(at);
         return nullptr;
     }
     return nullptr;

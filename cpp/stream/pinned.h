@@ -23,9 +23,10 @@ size_t bytes_in_one_pin(const void * data, size_t n_bytes);
 // is used up, with the reason in `why`.
 std::unique_ptr<Arena> pinned_arena(const std::vector<Gpu> & gpus, size_t n_bytes, int node, uint64_t budget, std::string & why);
 
-// Pins memory where it lies, read-only, in whole pages inside the range; it stays pinned as long as the result lives. Null
-// when no device of `gpus` can, with the reason in `why`.
-std::shared_ptr<void> pin_in_place(const std::vector<Gpu> & gpus, const void * data, size_t n_bytes, uint64_t budget, std::string & why);
+// Pins memory where it lies, in whole pages inside the range; it stays pinned as long as the result lives. read_only: it is
+// mapped without write permission. Null when no device of `gpus` can, with the reason in `why`.
+std::shared_ptr<void> pin_in_place(const std::vector<Gpu> & gpus, const void * data, size_t n_bytes, bool read_only, uint64_t budget,
+                                   std::string & why);
 
 // Bytes that are pinned now.
 uint64_t pinned_bytes();
