@@ -91,6 +91,11 @@ void DeviceInputs::forget(const uint8_t * data, int64_t n_bytes) {
     }
 }
 
-void DeviceInputs::clear() { n_ = 0; }
+void DeviceInputs::clear() {
+    constexpr int n_idle_graphs = 4096;  // some dozens of tokens: a prompt is over
+    n_idle_ = n_ ? 0 : n_idle_ + 1;
+    if (n_idle_ == n_idle_graphs) kept_.clear();
+    n_ = 0;
+}
 
 }  // namespace hybrid_moe

@@ -29,12 +29,13 @@ public:
     // These bytes hold something else now: inputs that lay there have been read for the last time.
     void forget(const uint8_t * data, int64_t n_bytes);
 
-    // The graph has run.
+    // The graph has run. After many without any input on a device, their memory is given back.
     void clear();
 
 private:
     struct Kept;
     std::vector<std::unique_ptr<Kept>> kept_;
+    int                                n_idle_ = 0;  // graphs
     size_t                             n_ = 0;  // in use; the others' memory waits for the next graph
 };
 

@@ -76,23 +76,22 @@ void DeviceStream::end_job(LayerJob & job) {
 void DeviceStream::learn_rates() {
     const auto blend = [](double & known, double seen) { known = known == 0 ? seen : (known + seen) / 2; };
     const uint64_t bytes = counters_.source_bytes - before_.source_bytes;
-    const uint64_t rows  = counters_.n_rows - before_.n_rows;
     if (bytes) blend(rate_.copy_s_per_byte, double(counters_.upload_ns - before_.upload_ns) * 1e-9 / double(bytes));
-    if (rows) blend(rate_.compute_s_per_row, double(counters_.compute_ns - before_.compute_ns) * 1e-9 / double(rows));
+    if (chained_rows_) blend(rate_.compute_s_per_row, double(chained_ns_) * 1e-9 / double(chained_rows_));
     before_ = counters_;
+    chained_rows_ = chained_ns_ = 0;
 }
 
 void DeviceStream::run_experts(LayerJob & job, const ExpertGraph & graph) {
     Lock lock(mutex_);
     while (!inputs_there_ && !job.is_cancelled()) changed_.wait_for(lock, poll);
-    compute_free_ns_ = now_ns();
-    int64_t idle_since = compute_free_ns_;
+    idle_since_ = compute_free_ns_ = now_ns();
     while (!job.is_cancelled()) {
         if (!ready_.empty() && computing_.size() < max_computing()) {
             Slot & slot = *ready_.front();
             ready_.pop_front();
             slot.state = Slot::computing;
-            if (computing_.empty()) counters_.starved_ns += now_ns() - idle_since;
+            if (computing_.empty()) counters_.starved_ns += now_ns() - idle_since_;
             lock.unlock();
             submit(job, graph, slot);
             lock.lock();
@@ -110,7 +109,6 @@ void DeviceStream::run_experts(LayerJob & job, const ExpertGraph & graph) {
                 if (!ready_.empty()) continue;
             }
             reap_compute(lock);
-            if (computing_.empty()) idle_since = now_ns();
             continue;
         }
         const bool may_come = !all_sent_ || std::any_of(uploading_.begin(), uploading_.end(), [](const Slot * s) { return s && s->is_claimed; });
@@ -149,11 +147,13 @@ void DeviceStream::submit(LayerJob & job, const ExpertGraph & graph, Slot & slot
     const int64_t tile   = batch_->shape.tile_rows;
     const SlotTensors & tensors = expanded_.empty() ? *slot.tensors : expanded(slot);
     slot.begin_ns = now_ns();
-    slot.n_rows   = n_rows;
-    for (int64_t row = 0; row < n_rows; row += tile) {
-        const ExpertRows rows = {slot.i_expert, job.index.begin[size_t(slot.i_expert)] + row, std::min(tile, n_rows - row)};
-        compute_.compute(graph.build(next_context(), tensors, rows));
+    for (int i = 0; i < job.n_repeats; i++) {
+        for (int64_t row = 0; row < n_rows; row += tile) {
+            const ExpertRows rows = {slot.i_expert, job.index.begin[size_t(slot.i_expert)] + row, std::min(tile, n_rows - row)};
+            compute_.compute(graph.build(next_context(), tensors, rows));
+        }
     }
+    slot.n_rows = n_rows * job.n_repeats;
     slot.computed.set(compute_);
 }
 
@@ -166,7 +166,13 @@ void DeviceStream::reap_compute(Lock & lock) {
     lock.lock();
     computing_.pop_front();
     const int64_t begin = std::max(slot.begin_ns, compute_free_ns_);
+    // Between two ends that this thread woke up for, its delays cancel. Alone, an expert seems to take that much longer.
+    if (slot.begin_ns <= compute_free_ns_ || slot.n_rows > job_->route.n_rows(slot.i_expert)) {
+        chained_ns_ += end - begin;
+        chained_rows_ += slot.n_rows;
+    }
     compute_free_ns_ = end;
+    if (computing_.empty()) idle_since_ = end;
     counters_.compute_ns += end - begin;
     counters_.n_experts++;
     counters_.n_rows += uint64_t(slot.n_rows);

@@ -8,13 +8,13 @@
 namespace hybrid_moe {
 namespace {
 
-// Below, calibrating would cost more than streaming could ever win.
-constexpr int64_t min_automatic_tokens = 64;
-
 // A measurement's size: enough rows per expert for a rate, a few milliseconds on the machines this is for.
 constexpr int64_t sample_tokens  = 2048;
 constexpr int64_t few_tokens     = 32;
 constexpr size_t  sample_experts = 4;
+constexpr int     device_repeats = 8;     // of their computation, so that this thread's waking up does not count
+constexpr int     max_cpu_samples = 10;
+constexpr double  cpu_sample_s    = 0.03;
 
 std::vector<QueuedExpert> sorted(const Routing & route) {
     std::vector<QueuedExpert> all;
@@ -60,9 +60,11 @@ CpuRate Streams::calibrate_cpu(const Pass & pass, const MoeLayer & sample) {
     group_by_expert(few.ids, pass.experts->n_expert(), few_route, bad);
     keep_experts(few_route, only);
     char error[512];
+    // The best of several: others may be busy on this machine, and what is measured is kept.
     const auto time = [&](const MoeLayer & layer) {
         double best = 0;
-        for (int i = 0; i < 2; i++) {
+        const int64_t first = now_ns();
+        for (int i = 0; i < 2 || (i < max_cpu_samples && seconds_of(first) < cpu_sample_s); i++) {
             const int64_t begin = now_ns();
             if (run_moe_layer(layer, pass.options, pass.work, error, &only) != RunStatus::ok) return 0.0;
             const double s = seconds_of(begin);
@@ -97,6 +99,7 @@ Rates Streams::calibrate(const Pass & pass) {
         for (int round = 0; round < 2; round++) {  // the first one also pays for what is made once
             d.reset_rate();
             LayerJob job(sample, route, pass.experts, busiest, {DeviceRate{}}, false);
+            job.n_repeats = device_repeats;
             d.start(job, 0);
             while (!d.finish(std::chrono::milliseconds(100))) {}
         }
@@ -106,25 +109,29 @@ Rates Streams::calibrate(const Pass & pass) {
     return rates;
 }
 
-// Drops devices that have no room any more after a measurement.
-Rates Streams::rates_for(Pass & pass) {
+std::string Streams::name_of_rates(const Pass & pass) const {
     std::string name = cpu_name() + "; " + std::to_string(pass.options.n_threads) + " threads; " + pass.options.kernels->name;
     for (const size_t i : pass.devices) name += "; " + devices_[i]->gpu().name + " " + devices_[i]->gpu().description;
     name += "; " + text_of(*pass.experts);
     std::replace(name.begin(), name.end(), '\t', ' ');
+    return name;
+}
+
+// Of pass.devices: as seen by now, or as measured before, or measured now (which may find that some have no room).
+Rates Streams::rates_for(Pass & pass) {
+    const std::string name = name_of_rates(pass);
     Rates rates;
-    if (options_.slp == Slp::automatic && pass.layer.ids.n_tokens < min_automatic_tokens) return rates;
     if (const auto known = known_rates(name, pass.devices.size())) {
         rates = *known;
         for (size_t i = 0; i < pass.devices.size(); i++) devices_[pass.devices[i]]->know_rate(rates.devices[i]);
     } else {
         rates = calibrate(pass);
-        const bool all_measured = std::all_of(rates.devices.begin(), rates.devices.end(), [](const DeviceRate & r) {
+        const bool is_measured = std::all_of(rates.devices.begin(), rates.devices.end(), [](const DeviceRate & r) {
             return r.copy_s_per_byte > 0 && r.compute_s_per_row > 0;  // zeros: it failed
         });
         const bool is_whole = rates.devices.size() == pass.devices.size() && (rates.cpu.s_per_row > 0 || !pass.layer.has_kernels());
-        if (is_whole && all_measured) keep_rates(name, rates);
-        pass.devices = ready_devices(pass, make_index(pass.layer, pass.route));  // the sample's batch was a smaller one
+        if (is_whole && is_measured) keep_rates(name, rates);
+        else if (rates.devices.size() == pass.devices.size()) know_rates(name, rates);  // not again for every layer
     }
     rates.devices = rates_of(pass.devices);
     if (!pass.layer.has_kernels()) {
@@ -132,6 +139,15 @@ Rates Streams::rates_for(Pass & pass) {
         rates.cpu.s_per_row = stock_s_per_row_[text_of(*pass.experts)];
     }
     return rates;
+}
+
+// A layer that the CPU ran: what it took corrects what was measured, for as long as this process lives.
+void Streams::correct_cpu(const Pass & pass, Rates rates, double predicted_s, double seen_s) {
+    if (!(predicted_s > 0) || rates.devices.size() != pass.devices.size()) return;
+    const double factor = (1 + std::clamp(seen_s / predicted_s, 0.1, 10.0)) / 2;
+    rates.cpu.s_per_expert *= factor;
+    rates.cpu.s_per_row *= factor;
+    know_rates(name_of_rates(pass), rates);
 }
 
 void Streams::learn_cpu(const MoeLayer & layer, double seconds) {
@@ -143,10 +159,6 @@ void Streams::learn_cpu(const MoeLayer & layer, double seconds) {
 StreamPlan Streams::decide(const Pass & pass, const Rates & rates) const {
     StreamPlan plan;
     plan.by_rows = sorted(pass.route);
-    if (options_.slp == Slp::automatic && pass.layer.ids.n_tokens < min_automatic_tokens) {
-        plan.why = "CPU, too few tokens";
-        return plan;
-    }
     const uint64_t bytes = pass.experts->source_bytes();
     double slowest = 0;
     for (const DeviceRate & d : rates.devices) slowest = std::max(slowest, d.copy_s_per_byte);
@@ -154,13 +166,26 @@ StreamPlan Streams::decide(const Pass & pass, const Rates & rates) const {
     const MoeLayer & l = pass.layer;
     const double in  = pass.x ? 0 : double(l.ids.n_tokens * l.n_x_slots * l.up.weights.shape.k) * 4;
     const double out = double(l.ids.n_tokens * l.n_embd()) * 4;
-    plan.devices_s = predict(plan.by_rows, bytes, rates.devices) + (in + out) * slowest;
-    plan.cpu_s     = double(plan.by_rows.size()) * rates.cpu.s_per_expert + double(rows_of(plan.by_rows)) * rates.cpu.s_per_row;
-    plan.streams   = options_.slp == Slp::on || plan.devices_s < plan.cpu_s;
-    plan.why       = !plan.streams ? "CPU, predicted faster" : options_.slp == Slp::on ? "streamed, as chosen" : "streamed, predicted faster";
-    if (plan.streams && options_.cpu_helps && l.has_kernels() && rates.cpu.s_per_row > 0) {
-        plan.n_cpu_experts = share_of_cpu(plan.by_rows, bytes, rates.devices, rates.cpu);
+    const double activations_s = (in + out) * slowest;
+    const auto cpu_s = [&](const CpuRate & rate, size_t n_idlest) {
+        const auto first = plan.by_rows.end() - std::ptrdiff_t(n_idlest);
+        return double(n_idlest) * rate.s_per_expert + double(rows_of(std::vector<QueuedExpert>(first, plan.by_rows.end()))) * rate.s_per_row;
+    };
+    plan.cpu_s     = cpu_s(rates.cpu, plan.by_rows.size());
+    plan.devices_s = predict(plan.by_rows, bytes, rates.devices) + activations_s;
+    if (options_.cpu_helps && l.has_kernels() && rates.cpu.s_per_row > 0) {
+        const double fewer = double(pass.options.n_threads) / helping_threads(pass.options.n_threads, rates.devices.size());
+        const CpuRate helping = {rates.cpu.s_per_expert * fewer, rates.cpu.s_per_row * fewer};
+        const size_t n = share_of_cpu(plan.by_rows, bytes, rates.devices, helping);
+        const std::vector<QueuedExpert> rest(plan.by_rows.begin(), plan.by_rows.end() - std::ptrdiff_t(n));
+        const double both_s = std::max(cpu_s(helping, n), predict(rest, bytes, rates.devices)) + activations_s;
+        if (!rest.empty() && both_s < plan.devices_s) {
+            plan.devices_s     = both_s;
+            plan.n_cpu_experts = n;
+        }
     }
+    plan.streams = options_.slp == Slp::on || plan.devices_s < plan.cpu_s;
+    plan.why     = !plan.streams ? "CPU, predicted faster" : options_.slp == Slp::on ? "streamed, as chosen" : "streamed, predicted faster";
     return plan;
 }
 

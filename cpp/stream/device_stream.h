@@ -163,6 +163,8 @@ private:
     int64_t            link_free_ns_ = 0;    // when the link was last seen to be free
     std::deque<Slot *> computing_;
     int64_t            compute_free_ns_ = 0;
+    int64_t            idle_since_ = 0;                  // when nothing was left to compute
+    int64_t            chained_ns_ = 0, chained_rows_ = 0;  // of experts that followed one another without a gap
     double             s_per_row_ = 0;       // seen, for predicting when a computation ends
 
     // Ahead.

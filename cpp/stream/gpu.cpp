@@ -25,7 +25,7 @@ std::vector<Gpu> find_gpus() {
         // Some back ends want more than they say for the offsets of what a kernel reads; 256 satisfies all that we know of.
         gpu.alignment = h.ggml_backend_buft_get_alignment(h.ggml_backend_dev_buffer_type(gpu.device));
         gpu.alignment = align_up(gpu.alignment < 256 ? 256 : gpu.alignment, 256);
-        gpus.push_back(gpu);
+        gpus.push_back(std::move(gpu));
     }
     return gpus;
 }

@@ -65,6 +65,8 @@ struct LayerJob {
     void cancel(int i_worker, const std::string & why, bool is_damage = false);
     bool is_cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
 
+    int n_repeats = 1;  // of each expert's computation: more than one only to measure, and y is worth nothing then
+
     // After the end.
     int         failed_worker = -1;     // a device that failed
     bool        is_damaged    = false;  // the weights are: the CPU would fail as well

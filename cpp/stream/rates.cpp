@@ -89,9 +89,14 @@ std::optional<Rates> known_rates(const std::string & name, size_t n_devices) {
     return found;
 }
 
-void keep_rates(const std::string & name, const Rates & rates) {
+void know_rates(const std::string & name, const Rates & rates) {
     const std::lock_guard<std::mutex> lock(mutex);
     of_this_process()[name] = rates;
+}
+
+void keep_rates(const std::string & name, const Rates & rates) {
+    know_rates(name, rates);
+    const std::lock_guard<std::mutex> lock(mutex);
     const std::string path = rates_path();
     if (path.empty()) return;
     for (size_t slash = path.find('/', 1); slash != std::string::npos; slash = path.find('/', slash + 1)) {

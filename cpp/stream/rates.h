@@ -18,6 +18,7 @@ struct Rates {
 
 // What was measured under that name, here or in an earlier process. Names have no tabs and no line ends.
 std::optional<Rates> known_rates(const std::string & name, size_t n_devices);
+void know_rates(const std::string & name, const Rates & rates);  // in this process only
 void keep_rates(const std::string & name, const Rates & rates);
 
 // The processor's name, as far as the system tells.

@@ -59,6 +59,12 @@ void Streams::note(const std::string & kind, const std::string & sentence) {
     host().log(GGML_LOG_LEVEL_WARN, "hybrid-moe: %s\n", sentence.c_str());
 }
 
+bool Streams::is_open_by_other_name(const Gpu & gpu) const {
+    return !gpu.id.empty() && std::any_of(devices_.begin(), devices_.end(), [&](const auto & d) {
+        return d->gpu().id == gpu.id && d->gpu().family != gpu.family;
+    });
+}
+
 void Streams::open() {
     is_open_ = true;
     std::vector<std::string> wanted = options_.devices;
@@ -67,6 +73,7 @@ void Streams::open() {
         all += (all.empty() ? "" : ", ") + gpu.name;
         const auto named = std::find(wanted.begin(), wanted.end(), gpu.name);
         if (!options_.all_devices && named == wanted.end()) continue;
+        if (options_.all_devices && is_open_by_other_name(gpu)) continue;  // CUDA0 and Vulkan0 may be one GPU
         if (named != wanted.end()) wanted.erase(named);
         try {
             devices_.push_back(std::make_unique<DeviceStream>(gpu, options_.device));
@@ -126,6 +133,14 @@ std::vector<DeviceRate> Streams::rates_of(const std::vector<size_t> & devices) c
     return rates;
 }
 
+std::vector<size_t> Streams::devices_in_use() const {
+    std::vector<size_t> all;
+    for (size_t i = 0; i < devices_.size(); i++) {
+        if (n_failures_[i] < max_failures) all.push_back(i);
+    }
+    return all;
+}
+
 int64_t Streams::tokens_per_pass(const MoeLayer & layer, const LayerExperts & experts) {
     int64_t n = layer.ids.n_tokens;
     for (size_t i = 0; i < devices_.size(); i++) {
@@ -163,12 +178,15 @@ std::vector<size_t> Streams::ready_devices(const Pass & pass, const DeviceIndex 
     return ready;
 }
 
-void Streams::look_ahead(const std::vector<size_t> & devices, const LayerExperts & experts) {
+// The n busiest of the next layer, as many as devices take of this one.
+void Streams::look_ahead(const std::vector<size_t> & devices, const LayerExperts & experts, size_t n_experts) {
     const auto next = ahead_.next(experts, guess_);
     if (!next) return;
     const std::vector<DeviceRate> rates = rates_of(devices);
     std::vector<std::vector<int64_t>> shares(devices.size());
-    for (const int64_t expert : ahead_.likely(*next)) {
+    std::vector<int64_t> likely = ahead_.likely(*next);
+    if (likely.size() > n_experts) likely.erase(likely.begin() + std::ptrdiff_t(n_experts), likely.end());
+    for (const int64_t expert : likely) {
         // To whoever would have it first, each link at its own rate.
         size_t best = 0;
         for (size_t d = 1; d < shares.size(); d++) {
@@ -196,25 +214,42 @@ struct Streams::Running {
     }
 };
 
-bool Streams::stream(const Pass & pass, const StreamPlan & plan, const std::vector<size_t> & devices, RunStatus & status, char * error) {
-    std::vector<QueuedExpert> for_devices = plan.by_rows;
-    std::vector<char> for_cpu(size_t(pass.experts->n_expert()), 0);
-    for (size_t i = 0; i < plan.n_cpu_experts; i++) {
-        for_cpu[size_t(for_devices.back().expert)] = 1;
-        for_devices.pop_back();
+// The idlest experts are the CPU's, except those that are on a device already. Returns the others, marks the CPU's.
+std::vector<QueuedExpert> Streams::divide(const Pass & pass, const StreamPlan & plan, const std::vector<size_t> & devices,
+                                          std::vector<char> & for_cpu) const {
+    std::vector<char> is_there(for_cpu.size(), 0);
+    for (const size_t i : devices) {
+        for (const int64_t e : devices_[i]->there(*pass.experts)) is_there[size_t(e)] = 1;
     }
-    const bool cpu_adds = plan.n_cpu_experts > 0;
-    LayerJob job(pass.layer, pass.route, pass.experts, std::move(for_devices), rates_of(devices), cpu_adds);
+    size_t n_left = plan.n_cpu_experts;
+    std::vector<QueuedExpert> for_devices;
+    for (auto e = plan.by_rows.rbegin(); e != plan.by_rows.rend(); ++e) {
+        const bool is_cpus = n_left > 0 && !is_there[size_t(e->expert)];
+        if (is_cpus) for_cpu[size_t(e->expert)] = 1;
+        else for_devices.push_back(*e);
+        n_left -= is_cpus;
+    }
+    return for_devices;
+}
+
+bool Streams::stream(const Pass & pass, const StreamPlan & plan, const std::vector<size_t> & devices, RunStatus & status, char * error) {
+    std::vector<char> for_cpu(size_t(pass.experts->n_expert()), 0);
+    const std::vector<QueuedExpert> for_devices = divide(pass, plan, devices, for_cpu);
+    const bool cpu_adds = for_devices.size() < plan.by_rows.size();
+    const size_t n_for_devices = for_devices.size();
+    LayerJob job(pass.layer, pass.route, pass.experts, for_devices, rates_of(devices), cpu_adds);
     Running running{job, {}};
     for (size_t w = 0; w < devices.size(); w++) {
         running.left.push_back(devices_[devices[w]].get());
         devices_[devices[w]]->start(job, int(w));
     }
-    look_ahead(devices, *pass.experts);
+    look_ahead(devices, *pass.experts, n_for_devices);
     status = RunStatus::ok;
     if (cpu_adds) {
         const int64_t begin = now_ns();
-        status = run_moe_layer(pass.layer, pass.options, pass.work, error, &for_cpu);
+        RunOptions options = pass.options;
+        options.n_threads = helping_threads(options.n_threads, devices.size());
+        status = run_moe_layer(pass.layer, options, pass.work, error, &for_cpu);
         trace_span("CPU", "experts", "share", begin, now_ns(), pass.experts->name(), -1, int64_t(plan.n_cpu_experts), 0);
         if (status == RunStatus::ok) job.sums.cpu_is_done();
         else job.cancel(-1, status == RunStatus::aborted ? "aborted" : error);
@@ -228,7 +263,7 @@ bool Streams::stream(const Pass & pass, const StreamPlan & plan, const std::vect
     if (!job.is_cancelled()) {
         for (const size_t i : devices) n_failures_[i] = 0;
         n_streamed_++;
-        n_cpu_experts_ += plan.n_cpu_experts;
+        n_cpu_experts_ += plan.by_rows.size() - n_for_devices;
         return true;
     }
     if (job.is_damaged) {
@@ -261,21 +296,35 @@ RunStatus Streams::run_pass(Pass & pass, char * error) {
         if (!pass.layer.has_kernels()) return RunStatus::not_here;
         return run_moe_layer(pass.layer, pass.options, pass.work, error);
     };
+    pass.devices = devices_in_use();
+    if (pass.devices.empty() || (options_.slp == Slp::automatic && pass.layer.ids.n_tokens < min_automatic_tokens)) return on_cpu();
     for (const auto & d : devices_) leases.emplace_back(d->lease());
-    const DeviceIndex index = make_index(pass.layer, pass.route);
-    pass.devices = ready_devices(pass, index);
-    if (pass.devices.empty() || index.has_twice) return on_cpu();
-    const Rates rates = rates_for(pass);
-    const std::vector<size_t> & devices = pass.devices;
-    if (devices.empty()) return on_cpu();
-    const bool is_elsewhere = pass.x && (devices.size() > 1 || &devices_[devices[0]]->gpu() != pass.x->gpu);
-    const StreamPlan plan = decide(pass, rates);
+    // Decided before any device memory is taken: most batches are short.
+    Rates rates = rates_for(pass);
+    StreamPlan plan = decide(pass, rates);
+    if (plan.streams) {
+        const DeviceIndex index = make_index(pass.layer, pass.route);
+        const std::vector<size_t> ready = index.has_twice ? std::vector<size_t>() : ready_devices(pass, index);
+        if (ready.size() < pass.devices.size()) {
+            pass.devices = ready;
+            if (ready.empty()) return on_cpu();
+            rates.devices = rates_of(ready);
+            plan = decide(pass, rates);
+        }
+    }
     {
         const std::lock_guard<std::mutex> lock(mutex_);
         last_plan_  = plan.print();
         last_rates_ = rates.print();
     }
-    if (!plan.streams) return on_cpu();
+    if (!plan.streams) {
+        const int64_t begin = now_ns();
+        const RunStatus status = on_cpu();
+        if (status == RunStatus::ok) correct_cpu(pass, rates, plan.cpu_s, double(now_ns() - begin) * 1e-9);
+        return status;
+    }
+    const std::vector<size_t> & devices = pass.devices;
+    const bool is_elsewhere = pass.x && (devices.size() > 1 || &devices_[devices[0]]->gpu() != pass.x->gpu);
     if (pass.x && (is_elsewhere || plan.n_cpu_experts) && !pass.x->to_host()) return on_cpu();
     RunStatus status;
     return stream(pass, plan, devices, status, error) ? status : on_cpu();

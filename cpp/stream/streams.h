@@ -87,13 +87,19 @@ private:
     struct Pass;
     struct Running;
     void open();
+    bool is_open_by_other_name(const Gpu & gpu) const;
     void note(const std::string & kind, const std::string & sentence);
+    std::string name_of_rates(const Pass & pass) const;
     Rates rates_for(Pass & pass);
+    void correct_cpu(const Pass & pass, Rates rates, double predicted_s, double seen_s);
     Rates calibrate(const Pass & pass);
     CpuRate calibrate_cpu(const Pass & pass, const MoeLayer & sample);
     StreamPlan decide(const Pass & pass, const Rates & rates) const;
     std::vector<size_t> ready_devices(const Pass & pass, const DeviceIndex & index);
-    void look_ahead(const std::vector<size_t> & devices, const LayerExperts & experts);
+    void look_ahead(const std::vector<size_t> & devices, const LayerExperts & experts, size_t n_experts);
+    std::vector<size_t> devices_in_use() const;
+    std::vector<QueuedExpert> divide(const Pass & pass, const StreamPlan & plan, const std::vector<size_t> & devices,
+                                     std::vector<char> & for_cpu) const;
     // False when a device failed: the layer is the CPU's then.
     bool stream(const Pass & pass, const StreamPlan & plan, const std::vector<size_t> & devices, RunStatus & status, char * error);
     RunStatus run_pass(Pass & pass, char * error);

@@ -5,6 +5,9 @@
 
 namespace hybrid_moe {
 
+// Below, calibrating would cost more than streaming could ever win.
+constexpr int64_t min_automatic_tokens = 64;
+
 struct Streams::Pass {
     const MoeLayer &                            layer;
     const std::shared_ptr<const LayerExperts> & experts;
@@ -12,8 +15,14 @@ struct Streams::Pass {
     Workspace &                                 work;
     Routing &                                   route;
     const DeviceInput *                         x;
-    std::vector<size_t>                         devices;  // that have room for it
+    std::vector<size_t>                         devices;  // that take part
 };
+
+// Threads that help with a streamed layer: a core per device stays free for its uploads and submissions.
+inline int helping_threads(int n_threads, size_t n_devices) {
+    const int n = n_threads - int(n_devices);
+    return n < 1 ? 1 : n;
+}
 
 inline BatchShape shape_of(const MoeLayer & layer, int64_t n_tokens, int64_t tile_rows, int64_t n_index) {
     BatchShape s;

@@ -162,7 +162,8 @@ void DeviceStream::reap_upload(Lock & lock) {
     link_free_ns_ = end;
     if (!slot) {
         inputs_there_ = true;
-        if (job_) trace_span(gpu_.name, "upload", "inputs", begin, end, job_->experts->name(), -1, job_->layer.ids.n_tokens, counters_.in_bytes);
+        if (job_) trace_span(gpu_.name, "upload", "inputs", begin, end, job_->experts->name(), -1, job_->layer.ids.n_tokens,
+                             batch_->x ? size_t(batch_->shape.n_embd_in * batch_->shape.n_x_rows) * sizeof(float) : 0);
     } else {
         const size_t bytes = slot->n_bytes;
         counters_.upload_ns += end - begin;
