@@ -67,7 +67,7 @@ def test_run_streams_text_and_reports_where_experts_ran(kind, request):
     lines = done.stderr.decode().splitlines()  # nothing of llama.cpp's log, no progress bar
     assert [line.split(":")[0] for line in lines] == ["prefill", "decode", "device", "experts"]
     assert lines[3] == "experts: HybridMoE (scalar)"
-    assert re.fullmatch(r"prefill: \d+ tokens, [\d.]+ tokens/s", lines[0])
+    assert re.fullmatch(r"prefill: \d+ tokens, [\d.]+ tokens/s, first token after [\d.]+ s", lines[0])
     assert re.fullmatch(r"decode: 4 tokens, [\d.]+ tokens/s", lines[1])
 
 
@@ -81,6 +81,8 @@ def test_json_is_one_object_and_counts_expert_products(model):
     assert result["experts_on"] == "HybridMoE"
     assert result["expert_matmuls"] == 3 * 2 * 3  # passes x MoE layers x projections: no pass too many
     assert result["prefill_tps"] > 0 and result["decode_tps"] > 0
+    assert result["ttft_s"] == pytest.approx(2 / result["prefill_tps"]) and result["passes"] == 1
+    assert result["prefill"] is None and result["placement"]["devices"] == []  # no GPU here
 
 
 def test_same_text_streamed_and_as_json(model):
@@ -125,6 +127,15 @@ def test_text_stops_when_the_context_is_full(model):
     assert result["finish"] == "context"
 
 
+def test_tokens_per_pass(model):
+    arguments = "run", model, "-p", "abcdefghi", "-n", 2, "-t", 1, "--json"
+    whole, cut = (json.loads(call(*arguments, *flags).stdout) for flags in ((), ("-ub", 3, "-ngl", 0)))
+    assert whole["text"] == cut["text"] and whole["prompt_tokens"] == cut["prompt_tokens"] == 10
+    assert (whole["passes"], cut["passes"]) == (1, 4)
+    for result in (whole, cut):  # and one pass for the second token; MoE layers, projections
+        assert result["expert_matmuls"] == (result["passes"] + 1) * 2 * 3
+
+
 def test_verbose_shows_the_log(model):
     assert b"llama_model_loader" in call("run", model, "-p", "a", "-n", 1, "--verbose").stderr
 
@@ -141,6 +152,10 @@ def test_verbose_shows_the_log(model):
         (["--temp", "inf"], "--temp inf"),
         (["-t", "0"], "--threads"),
         (["-c", "0"], "--ctx"),
+        (["-ub", "0"], "--ubatch"),
+        (["-ngl", "-2"], "--n-gpu-layers"),
+        (["--slp", "maybe"], "choose one of auto"),
+        (["--devices", "CUDA0"], "this host has none"),
         (["-c", str(MODEL_CONTEXT + 1)], "trained for: ask for less"),
         (["-c", str(10**12)], "trained for"),
         (["-p", ""], "the prompt is empty"),

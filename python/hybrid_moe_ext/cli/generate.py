@@ -140,7 +140,7 @@ def run(request: Request, show: Callable[[str], None]) -> Result:
             tokens=len(times) - 1 - progress.ended,
             finish="stop" if progress.ended else "length" if n == request.n else "context",
             load_s=load_s,
-            passes=-(-len(prompt) // llm.placement.n_ubatch),
+            passes=n_passes(len(prompt), llm.placement),
             ttft_s=times[1] - times[0],
             prefill_tps=len(prompt) / (times[1] - times[0]),
             decode_tps=(len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None,
@@ -159,6 +159,12 @@ def run(request: Request, show: Callable[[str], None]) -> Result:
         )
     finally:
         llm.close()
+
+
+def n_passes(n_tokens: int, placement: Placement) -> int:
+    """llama_cpp.Llama cuts a prompt into batches, and llama.cpp each of them into passes."""
+    whole, rest = divmod(n_tokens, placement.n_batch)
+    return whole * -(-placement.n_batch // placement.n_ubatch) + -(-rest // placement.n_ubatch)
 
 
 def where_experts_ran(info: ModelInfo, n_ours: int) -> str | None:

@@ -65,7 +65,7 @@ _errors: deque[str] = deque(maxlen=3)
 
 
 def _keep_errors(level: int, text: bytes, _: Any) -> None:
-    if level == 3:  # GGML_LOG_LEVEL_ERROR
+    if level == 4:  # GGML_LOG_LEVEL_ERROR
         _errors.append(text.decode("utf-8", "replace").strip())
 
 
