@@ -45,8 +45,8 @@ def passes(started: Started, n_passes: int = N_PASSES) -> dict[str, Any]:
     }
 
 
-def sweep(setting: str, what: str, n_devices: str, measured: str) -> Any:
-    """SIMGPU_<setting>=n for every n that a run without faults counts. `measured`: whether rates are known already."""
+def sweep(setting: str, what: str, n_devices: str, measured: str, step: str = "1") -> Any:
+    """SIMGPU_<setting>=n for every `step`-th n that a run without faults counts. `measured`: "known" when rates are known already."""
     with tempfile.TemporaryDirectory() as cache:
         variables = ON | {"SIMGPU_DEVICES": n_devices, "XDG_CACHE_HOME": cache}
         counts = fork(variables, passes)
@@ -55,7 +55,7 @@ def sweep(setting: str, what: str, n_devices: str, measured: str) -> Any:
         else:
             variables["XDG_CACHE_HOME"] = "/dev/null/nowhere"
         n_max = max(calls[what] for calls in counts["calls"])
-        cases = {str(n): fork(variables | {f"SIMGPU_{setting}": n}, passes) for n in range(1, n_max + 1)}
+        cases = {str(n): fork(variables | {f"SIMGPU_{setting}": n}, passes) for n in range(1, n_max + 1, int(step))}
         return {"without": counts, "cases": cases}
 
 
