@@ -23,7 +23,7 @@ from .stream_experts import StreamExperts, row_bytes
 from .stream_ggml import GpuDevice
 from .stream_link import Link, measure_link
 from .stream_peer import CopyThenCompute
-from .stream_report import device_uses, rates_of, report, threshold
+from .stream_report import device_uses, rates_of, report, threshold, wait_for_quiet
 from .stream_result import StreamResult
 
 # The routed experts of these models, whole.
@@ -123,6 +123,7 @@ def _bench_tokens(
     before, ours, of_peers, of_cpu = report(), [], {name: list[Round]() for name in peers}, list[float]()
     for _ in range(r.rounds):
         ours.append(chain.run(attention_s))
+        wait_for_quiet()
         for name, peer in peers.items():
             if isinstance(peer, CopyThenCompute):
                 of_peers[name].append(peer.run(attention_s))

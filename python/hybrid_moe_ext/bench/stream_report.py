@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,17 @@ MOST_TOKENS = 1 << 20
 def report() -> dict[str, Any]:
     told: dict[str, Any] = json.loads(_native.library().hybrid_moe_stream_report())
     return told
+
+
+def wait_for_quiet(most_s: float = 30.0) -> None:
+    """Until nothing is fetched ahead any more: a peer would share the link with it."""
+    end, seen = time.monotonic() + most_s, -1
+    while time.monotonic() < end:
+        now = sum(d["expert_bytes"] for d in report()["devices"])
+        if now == seen:
+            return
+        seen = now
+        time.sleep(0.05)
 
 
 @dataclass(frozen=True)
