@@ -23,6 +23,13 @@ struct DeviceInputs::Kept {
 
     bool overlaps(const uint8_t * data, size_t n) const { return data < host_data + n_bytes && host_data < data + n; }
 
+    ~Kept() { give_back(); }
+
+    // The device may have computed from it: not freed here.
+    void give_back() {
+        if (memory) Streams::get().give_back(*gpu_of_memory, std::move(memory));
+    }
+
     bool to_host() {
         if (!is_on_host) host().ggml_backend_tensor_get(tensor, host_data, 0, n_bytes);
         is_on_host = true;
@@ -47,7 +54,7 @@ bool DeviceInputs::keep(ggml_backend_t from, const ggml_tensor * src, const ggml
         Kept & k = *kept_[n_];
         k.n_bytes = size_t(n_rows) * src->nb[1];
         if (!k.memory || k.memory->size() < k.n_bytes || k.gpu_of_memory != gpu) {
-            k.memory.reset();
+            k.give_back();
             k.memory = std::make_unique<GpuMemory>(*gpu, k.n_bytes);
             k.gpu_of_memory = gpu;
         }

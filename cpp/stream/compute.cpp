@@ -150,11 +150,11 @@ void DeviceStream::submit(LayerJob & job, const ExpertGraph & graph, Slot & slot
     for (int i = 0; i < job.n_repeats; i++) {
         for (int64_t row = 0; row < n_rows; row += tile) {
             const ExpertRows rows = {slot.i_expert, job.index.begin[size_t(slot.i_expert)] + row, std::min(tile, n_rows - row)};
-            compute_.compute(graph.build(next_context(), tensors, rows));
+            compute_->compute(graph.build(next_context(), tensors, rows));
         }
     }
     slot.n_rows = n_rows * job.n_repeats;
-    slot.computed.set(compute_);
+    slot.computed.set(*compute_);
 }
 
 // Waits for the oldest computation and gives its slot back.
@@ -191,7 +191,7 @@ void DeviceStream::drain() {
     Lock lock(mutex_);
     while (!computing_.empty()) reap_compute(lock);
     lock.unlock();
-    compute_.synchronize();
+    compute_->synchronize();
     lock.lock();
     n_contexts_used_ = 0;
     retired_.clear();
@@ -205,7 +205,7 @@ void DeviceStream::fetch_result(LayerJob & job) {
     const size_t n_pieces = (n_bytes + piece - 1) / piece;
     // Devices begin at different pieces, so that they seldom wait for one another.
     const size_t first = size_t(i_worker_) * n_pieces / 4 % n_pieces;
-    result_.fetch(compute_, batch_->y, n_bytes, piece, first, [&](size_t offset, size_t n, const uint8_t * bytes) {
+    result_.fetch(*compute_, batch_->y, n_bytes, piece, first, [&](size_t offset, size_t n, const uint8_t * bytes) {
         if (!job.is_cancelled()) job.sums.add(int64_t(offset / row), int64_t(n / row), reinterpret_cast<const float *>(bytes), result_crew_);
     });
     const int64_t end = now_ns();
@@ -223,8 +223,8 @@ void DeviceStream::confirm() {
     ggml_tensor * out = host().ggml_scale(context.get(), one, 1.0f);
     batch_->memory->place(out, batch_->work[0]);
     host().ggml_build_forward_expand(graph, out);
-    compute_.compute(graph);
-    compute_.synchronize();
+    compute_->compute(graph);
+    compute_->synchronize();
 }
 
 }  // namespace hybrid_moe

@@ -15,7 +15,7 @@ constexpr size_t n_areas       = 2;  // for expanded FP8
 }  // namespace
 
 DeviceStream::DeviceStream(const Gpu & gpu, const StreamSettings & settings)
-    : gpu_(gpu), settings_(settings), upload_(gpu_), compute_(gpu_), filler_(gpu_, settings.copy_threads),
+    : gpu_(gpu), settings_(settings), upload_(gpu_), compute_(std::make_unique<Instance>(gpu_)), n_freed_(GpuMemory::n_freed()), filler_(gpu_, settings.copy_threads),
       result_(gpu_, result_chunk, result_chunks), result_crew_(settings.copy_threads), last_use_ns_(now_ns()) {
     expander_ = find_fp8_expander(gpu_, why_no_expander_);
     upload_thread_  = std::thread([this] { upload_loop(); });
@@ -89,6 +89,7 @@ void DeviceStream::make_room(const MoeLayer & layer, const LayerExperts & expert
     const size_t batch_bytes = batch->n_bytes(gpu_);
     Lock lock(mutex_);
     last_use_ns_ = now_ns();
+    given_back_.clear();
     const size_t least = batch_bytes + least_bytes(experts);
     if (least > may) {
         throw DeviceError(gpu_.name + ": " + std::to_string(may >> 20) + " MiB of its memory may be used, and two experts with a batch of " +
@@ -116,6 +117,11 @@ void DeviceStream::make_room(const MoeLayer & layer, const LayerExperts & expert
             if (slots_.size() >= 2) break;  // less was free than the device said
             throw;
         }
+    }
+    if (n_freed_ != GpuMemory::n_freed()) {
+        const uint64_t n_freed = GpuMemory::n_freed();
+        compute_ = std::make_unique<Instance>(gpu_);
+        n_freed_ = n_freed;
     }
     batch_ = std::move(batch);
     batch_->place(gpu_, *batch_memory_);
@@ -161,6 +167,11 @@ void DeviceStream::start(LayerJob & job, int i_worker) {
     inputs_sent_  = inputs_there_ = all_sent_ = job_ended_ = false;
     job_began_    = now_ns();
     changed_.notify_all();
+}
+
+void DeviceStream::give_back(std::unique_ptr<GpuMemory> memory) {
+    const Lock lock(mutex_);
+    given_back_.push_back(std::move(memory));
 }
 
 bool DeviceStream::finish(std::chrono::milliseconds patience) {

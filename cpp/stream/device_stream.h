@@ -70,6 +70,9 @@ public:
     void reset_rate();
     void know_rate(const DeviceRate & rate);  // from elsewhere; what was seen here counts more
 
+    // Memory that a context has used with this device: freed when nothing computes here.
+    void give_back(std::unique_ptr<GpuMemory> memory);
+
     // Returns when no expert that was fetched ahead is being read, and forgets them all. Any thread, without the lock.
     void forget();
 
@@ -120,7 +123,9 @@ private:
     const Gpu            gpu_;
     const StreamSettings settings_;
     std::mutex           lease_;
-    Instance             upload_, compute_;
+    Instance                  upload_;
+    std::unique_ptr<Instance> compute_;
+    uint64_t                  n_freed_ = 0;  // when compute_ was made
     Filler               filler_;
     Staging              result_;
     Crew                 result_crew_;
@@ -131,6 +136,7 @@ private:
 
     // Device memory.
     std::vector<std::unique_ptr<Slot>> slots_;
+    std::vector<std::unique_ptr<GpuMemory>> given_back_;
     // Back ends may look at a graph's tensors until they are synchronised as a whole.
     std::vector<std::unique_ptr<SlotTensors>> retired_;
     size_t                             slot_bytes_ = 0;

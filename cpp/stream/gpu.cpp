@@ -1,7 +1,14 @@
 // Gpu, GpuMemory, HostMemory, Instance, Fence.
 #include "stream/gpu.h"
 
+#include <atomic>
+
 namespace hybrid_moe {
+namespace {
+
+std::atomic<uint64_t> freed{0};
+
+}  // namespace
 
 bool Gpu::supports(const ggml_tensor * op) const { return host().ggml_backend_dev_supports_op(device, op); }
 
@@ -36,7 +43,12 @@ GpuMemory::GpuMemory(const Gpu & gpu, size_t n_bytes) : size_(n_bytes) {
     base_ = static_cast<uint8_t *>(host().ggml_backend_buffer_get_base(buffer_));
 }
 
-GpuMemory::~GpuMemory() { host().ggml_backend_buffer_free(buffer_); }
+GpuMemory::~GpuMemory() {
+    host().ggml_backend_buffer_free(buffer_);
+    freed.fetch_add(1);
+}
+
+uint64_t GpuMemory::n_freed() { return freed.load(); }
 
 void GpuMemory::place(ggml_tensor * tensor, size_t offset) const {
     tensor->buffer = nullptr;  // it may have been elsewhere before

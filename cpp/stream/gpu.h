@@ -47,6 +47,10 @@ public:
     GpuMemory(const GpuMemory &) = delete;
     GpuMemory & operator=(const GpuMemory &) = delete;
 
+    // How many have been freed so far. An instance must not be used after memory that it has computed with is gone: back ends keep
+    // bindings, and some drivers (lavapipe of Mesa 22) look at those too that a kernel does not use.
+    static uint64_t n_freed();
+
     size_t size() const { return size_; }
     uint8_t * base() const { return base_; }  // not an address of this process
     // `offset` is a multiple of the device's alignment. Throws DeviceError.

@@ -360,6 +360,12 @@ RunStatus Streams::run(const MoeLayer & given, const RunOptions & options, Works
     return RunStatus::ok;
 }
 
+void Streams::give_back(const Gpu & gpu, std::unique_ptr<GpuMemory> memory) {
+    for (const auto & d : devices_) {
+        if (&d->gpu() == &gpu) d->give_back(std::move(memory));
+    }
+}
+
 void Streams::forget() {
     std::vector<DeviceStream *> open;
     {

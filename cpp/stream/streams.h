@@ -74,6 +74,9 @@ public:
     RunStatus run(const MoeLayer & layer, const RunOptions & options, Workspace & work, StreamContext & context, const DeviceInput * x,
                   char * error);
 
+    // Memory on a device of ours that a context needs no more.
+    void give_back(const Gpu & gpu, std::unique_ptr<GpuMemory> memory);
+
     // Before a model's weights go: nothing of them is read any more when it returns.
     void forget();
 

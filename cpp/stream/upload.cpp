@@ -188,7 +188,7 @@ void DeviceStream::reap_upload(Lock & lock) {
 }
 
 void DeviceStream::release_when_idle(Lock & lock) {
-    if (job_ || slots_.empty() || now_ns() - last_use_ns_ < settings_.idle_ns) return;
+    if (job_ || (slots_.empty() && given_back_.empty()) || now_ns() - last_use_ns_ < settings_.idle_ns) return;
     lock.unlock();
     {
         const std::unique_lock<std::mutex> nobody(lease_, std::try_to_lock);
@@ -200,6 +200,7 @@ void DeviceStream::release_when_idle(Lock & lock) {
         batch_.reset();
         batch_memory_.reset();
         expanded_.clear();
+        given_back_.clear();
         slot_bytes_ = 0;
     }
 }
