@@ -99,11 +99,20 @@ def test_several_passes_flash_attention_half_precision_and_no_mmap():
 @pytest.mark.parametrize("path", ["one", "two"])
 @pytest.mark.parametrize(("arch", "kind"), MODELS)
 def test_experts_streamed_to_vulkan(path, arch, kind):
-    """Exactly the devices that were asked for computed experts. The CPU's counters may hold layers that taught its rate."""
+    """Devices that were asked for computed experts. The CPU's counters may hold layers that taught its rate."""
     ran = with_gpu(path)[arch, kind]
     assert set(ran.where["attention"]) == set(TWO if MODELS.index((arch, kind)) % 2 else ONE)
-    assert {name for name, n in ran.streamed.items() if n > 0} == set(EXPERTS_ON[path]), ran.streamed
+    used = {name for name, n in ran.streamed.items() if n > 0}
+    assert used and used <= set(EXPERTS_ON[path]), ran.streamed
     assert nmse(ran.logits, exact()[arch, kind].logits) <= STREAM_LIMIT[kind]
+
+
+@pytest.mark.skipif(not vulkan_host.STREAMS, reason="this plug-in does not stream experts to GPUs")
+@pytest.mark.parametrize("path", ["one", "two"])
+def test_every_vulkan_device_gets_experts(path):
+    """Of the few experts of one of these layers, a device that is quick may take all."""
+    total = {name: sum(ran.streamed.get(name, 0) for ran in with_gpu(path).values()) for name in TWO}
+    assert {name for name, n in total.items() if n > 0} == set(EXPERTS_ON[path]), total
 
 
 @pytest.mark.parametrize(("arch", "kind"), MODELS)
