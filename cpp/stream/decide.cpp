@@ -79,7 +79,8 @@ CpuRate Streams::calibrate_cpu(const Pass & pass, const MoeLayer & sample) {
 }
 
 // The layer's first tokens and busiest experts, on each device by itself and on the CPU. What it writes to y is written again.
-Rates Streams::calibrate(const Pass & pass) {
+// A device that fails takes no further part in the pass.
+Rates Streams::calibrate(Pass & pass) {
     Rates rates;
     MoeLayer sample = pass.layer;
     sample.ids.n_tokens = std::min(sample_tokens, sample.ids.n_tokens);
@@ -92,12 +93,16 @@ Rates Streams::calibrate(const Pass & pass) {
     const Pass of_sample{sample, pass.experts, pass.options, pass.work, route, nullptr, {}};
     for (const size_t i : ready_devices(of_sample, make_index(sample, route))) {
         DeviceStream & d = *devices_[i];
-        for (int round = 0; round < 2; round++) {  // the first one also pays for what is made once
+        bool has_failed = false;
+        for (int round = 0; round < 2 && !has_failed; round++) {  // the first one also pays for what is made once
             d.reset_rate();
             LayerJob job(sample, route, pass.experts, busiest, {DeviceRate{}}, false);
             d.start(job, 0);
             while (!d.finish(std::chrono::milliseconds(100))) {}
+            has_failed = job.is_cancelled() && !job.is_damaged;
+            if (has_failed) count_failure(i, job);
         }
+        if (has_failed) std::erase(pass.devices, i);
     }
     rates.cpu     = calibrate_cpu(pass, sample);
     rates.devices = rates_of(pass.devices);
@@ -116,13 +121,16 @@ Rates Streams::rates_for(Pass & pass) {
         rates = *known;
         for (size_t i = 0; i < pass.devices.size(); i++) devices_[pass.devices[i]]->know_rate(rates.devices[i]);
     } else {
+        const size_t n_devices = pass.devices.size();
         rates = calibrate(pass);
         const bool all_measured = std::all_of(rates.devices.begin(), rates.devices.end(), [](const DeviceRate & r) {
             return r.copy_s_per_byte > 0 && r.compute_s_per_row > 0;  // zeros: it failed
         });
-        const bool is_whole = rates.devices.size() == pass.devices.size() && rates.cpu.s_per_row > 0;
+        const bool is_whole = rates.devices.size() == n_devices && rates.cpu.s_per_row > 0;
         if (is_whole && all_measured) keep_rates(name, rates);
-        pass.devices = ready_devices(pass, make_index(pass.layer, pass.route));  // the sample's batch was a smaller one
+        // The sample's batch was a smaller one, so that there may be no room now.
+        const std::vector<size_t> ready = ready_devices(pass, make_index(pass.layer, pass.route));
+        std::erase_if(pass.devices, [&](size_t i) { return std::find(ready.begin(), ready.end(), i) == ready.end(); });
     }
     rates.devices = rates_of(pass.devices);
     return rates;

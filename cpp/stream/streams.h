@@ -82,7 +82,8 @@ private:
     void open();
     void note(const std::string & kind, const std::string & sentence);
     Rates rates_for(Pass & pass);
-    Rates calibrate(const Pass & pass);
+    Rates calibrate(Pass & pass);
+    void count_failure(size_t i_device, const LayerJob & job);
     CpuRate calibrate_cpu(const Pass & pass, const MoeLayer & sample);
     StreamPlan decide(const Pass & pass, const Rates & rates) const;
     std::vector<size_t> ready_devices(const Pass & pass, const DeviceIndex & index);
