@@ -76,7 +76,12 @@ def one_shares_with_cpu() -> Any:
 def aborts(n_devices: str, help_of_cpu: str) -> Any:
     """A callback that ends the layer at its k-th call, with links that take seconds; afterwards the same model computes."""
     case = make(34, 2, n_embd=128, n_expert=8)
-    variables = {"HYBRID_MOE_SLP": "on", "HYBRID_MOE_CPU_HELP": help_of_cpu, "SIMGPU_DEVICES": n_devices, "SIMGPU_PINNED_GBPS": 0.01}
+    variables = {
+        "HYBRID_MOE_SLP": "on",
+        "HYBRID_MOE_CPU_HELP": help_of_cpu,
+        "SIMGPU_DEVICES": n_devices,
+        "SIMGPU_PINNED_GBPS": 0.01,
+    }
 
     def work(started: Started) -> Any:
         calls = {"n": 0, "at": 0}

@@ -72,7 +72,9 @@ def test_next_layer_is_fetched_ahead(simgpu, tmp_path, n_devices):
 @pytest.mark.parametrize("n_devices", [1, 2])
 def test_unequal_layers(simgpu, tmp_path, n_devices):
     seen = run(simgpu, tmp_path, "stream_scenarios", "unequal_layers", n_devices)
-    assert all(p["status"] == 0 and p["error"] < 10 for p in seen["passes"]), seen  # BF16's rounding, through three more layers
+    assert all(p["status"] == 0 and p["error"] < 10 for p in seen["passes"]), (
+        seen
+    )  # BF16's rounding, through three more layers
     assert seen["report"]["layers"] == 15 and seen["report"]["troubles"] == []
 
 

@@ -73,7 +73,9 @@ def test_devices_that_always_fail_are_given_up(simgpu, tmp_path):
         assert_right(case, name)
         assert case["streamed"] + case["on_cpu"] == 12
         n_given_up = sum(n >= 3 for n in case["failures"])
-        assert [sum(word in line for line in case["log"]) for word in ("the device failed", "several times in a row")] == [n_given_up] * 2
+        assert [
+            sum(word in line for line in case["log"]) for word in ("the device failed", "several times in a row")
+        ] == [n_given_up] * 2
     assert [seen[k]["streamed"] for k in ("only", "one of two", "lost")] == [0, 12, 0]  # the measurement finds out
     assert seen["only"]["failures"] == seen["lost"]["failures"] == [3]
 
@@ -94,7 +96,9 @@ def test_names_of_devices(simgpu, tmp_path):
     assert seen["beside"]["memory"][0] == seen["one"]["memory"][1] == 0
 
 
-@pytest.mark.parametrize(("setting", "values"), [("FAIL_COPY", "3 5 9 11 14 25+ 1+"), ("LOSE_AT", "1 20 40"), ("STALL", "30:200")])
+@pytest.mark.parametrize(
+    ("setting", "values"), [("FAIL_COPY", "3 5 9 11 14 25+ 1+"), ("LOSE_AT", "1 20 40"), ("STALL", "30:200")]
+)
 def test_faults_while_the_cpu_helps(simgpu, tmp_path, setting, values):
     for name, case in run(simgpu, tmp_path, "stream_faults", "with_cpu_help", setting, values).items():
         assert_right(case, name)
