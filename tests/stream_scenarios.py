@@ -255,6 +255,25 @@ def memory_books(share: str, ring_mib: str) -> Any:
     return fork(variables, work)
 
 
+def less_memory() -> Any:
+    """A long batch, then somebody else takes device memory, then a short batch: its share of what there is then."""
+    rng = np.random.default_rng(17)
+    layer = random_layer(rng, n_embd=256, n_ff=256, n_expert=24, n_used=2)
+    cases = []
+    for n in (3100, 64):
+        x = rng.standard_normal((n, 256)).astype(np.float32)
+        route = random_route(rng, layer, n)
+        cases.append((layer, x, route, expected(layer, x, route)))
+
+    def work(started: Started) -> Any:
+        seen = [judged(*cases[0]) | {"used": books()[0]["memory"]["used"]}]
+        host.tensor(host.device(0), (3 << 20) // 4)
+        seen.append(judged(*cases[1]) | {"used": books()[0]["memory"]["used"] - (3 << 20)})
+        return {"cases": seen, "log": started.ours()}
+
+    return fork(ON | {"SIMGPU_MEMORY_MIB": 16, "HYBRID_MOE_VRAM_SHARE": 0.8}, work)
+
+
 def choices() -> Any:
     """A token that chooses an expert twice, and experts that nobody chooses."""
     rng = np.random.default_rng(11)

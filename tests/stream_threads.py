@@ -152,6 +152,23 @@ def other_goes() -> Any:
     return fork(ON | {"SIMGPU_PINNED_GBPS": 0.1}, work)
 
 
+def traced(path: str) -> Any:
+    """A trace of two devices, two contexts and the CPU's share, of a process that ends while experts are on their way."""
+    cases = [make(48, 3), make(49, 2)]
+    variables = {"HYBRID_MOE_SLP": "on", "HYBRID_MOE_TRACE": path, "SIMGPU_DEVICES": 2, "SIMGPU_PINNED_GBPS": 0.02}
+    Started(variables)
+    models = [Model(c[0], len(c[1])) for c in cases]
+    seen: list[dict[str, Any]] = []
+    threads = [
+        threading.Thread(target=lambda m=m, c=c: seen.append(compute(m, c))) for m, c in zip(models, cases, strict=True)
+    ]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return {"passes": seen, "experts": sum(d["experts"] for d in report()["devices"])}
+
+
 def leave_while_fetching(how: str) -> Any:
     """Not a fork: this process ends in the ordinary way while experts are on their way to a device."""
     case = make(47, 2, n_tokens=32)

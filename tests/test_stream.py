@@ -108,6 +108,13 @@ def test_memory_is_as_configured(simgpu, tmp_path, share, ring_mib):
     assert device["expert_bytes"] == (24 + 2 * 4) * slot  # and the measurement
 
 
+def test_memory_is_given_back_when_less_is_free(simgpu, tmp_path):
+    seen = run(simgpu, tmp_path, "stream_scenarios", "less_memory")
+    assert_right({str(i): c for i, c in enumerate(seen["cases"])})
+    before, after = (c["used"] for c in seen["cases"])
+    assert 0.8 * 13 * MIB < before <= 0.8 * 16 * MIB and 8 * MIB < after <= 0.8 * 13 * MIB, seen
+
+
 def test_a_token_may_choose_an_expert_twice(simgpu, tmp_path):
     cases = run(simgpu, tmp_path, "stream_scenarios", "choices")
     assert_right(cases, None)

@@ -5,6 +5,8 @@ The cases are in stream_faults.py and stream_threads.py; each runs in a process 
 
 from __future__ import annotations
 
+import itertools
+import json
 from typing import Any
 
 import pytest
@@ -143,3 +145,18 @@ def test_process_ends_while_fetching(simgpu, tmp_path, how):
     seen = run(simgpu, tmp_path, "stream_threads", "leave_while_fetching", how)
     assert_right(seen | {"log": []})
     assert seen["ahead"] > 0
+
+
+def test_trace_is_whole(simgpu, tmp_path):
+    seen = run(simgpu, tmp_path, "stream_threads", "traced", tmp_path / "trace.json")
+    assert_right(seen | {"log": []})
+    events = json.loads((tmp_path / "trace.json").read_text())  # also when the process ended in the middle
+    lanes = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
+    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert len(lanes) >= 4 and {"SimGPU0", "SimGPU1", "upload", "compute"} <= names
+    computed = [e for e in events if e["ph"] == "X" and e["name"] == "expert" and e["args"]["bytes"] == 0]
+    assert len(computed) == seen["experts"]
+    for lane in lanes:
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == lane)
+        overlap = [(a, b) for a, b in itertools.pairwise(spans) if a[1] > b[0] + 1e-3]
+        assert not overlap, lane  # one thing at a time
