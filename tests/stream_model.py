@@ -29,7 +29,7 @@ from layer_graph import Layer, LayerGraph, Route, activate
 LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, P)
 B = bind(ggml_log_set=(None, [LOG_CALLBACK, P]))
 DATA = 248  # offset of ggml_tensor.data
-PATIENCE_S = 60  # a case that takes longer hangs
+PATIENCE_S = int(os.environ.get("STREAM_PATIENCE_S", "60"))  # a case that takes longer hangs
 NMSE = {
     "F32": 1e-12,
     "F16": 2e-6,
