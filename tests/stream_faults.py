@@ -1,4 +1,4 @@
-"""Devices that fail, one way after another: stream_faults.py LIBRARY SCENARIO ARGUMENT..., prints JSON. Each case is a process."""
+"""Devices that fail, one way after another: stream_faults.py LIBRARY SCENARIO ARGUMENT..., prints JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def passes(started: Started, n_passes: int = N_PASSES) -> dict[str, Any]:
 
 
 def sweep(setting: str, what: str, n_devices: str, measured: str, step: str = "1") -> Any:
-    """SIMGPU_<setting>=n for every `step`-th n that a run without faults counts. `measured`: "known" when rates are known already."""
+    """SIMGPU_<setting>=n for every `step`-th n that a run without faults counts. `measured`: "known": rates are known."""
     with tempfile.TemporaryDirectory() as cache:
         variables = ON | {"SIMGPU_DEVICES": n_devices, "XDG_CACHE_HOME": cache}
         counts = fork(variables, passes)
@@ -89,7 +89,9 @@ def always_failing() -> Any:
 def stalls() -> Any:
     """An op that takes 300 ms, on one of two devices and on the only one."""
     return {
-        str((n, at)): fork(ON | {"SIMGPU_DEVICES": n, "SIMGPU_STALL": f"{at}:300"}, passes) for n in (1, 2) for at in (60, 150)
+        str((n, at)): fork(ON | {"SIMGPU_DEVICES": n, "SIMGPU_STALL": f"{at}:300"}, passes)
+        for n in (1, 2)
+        for at in (60, 150)
     }
 
 

@@ -32,7 +32,9 @@ class Attention:
         host.copy_async(self.backend, model.backend, self.x, model.graph.x)
 
 
-def run(variables: dict[str, object], over: str = "", given_up: bool = False, n_tokens: int = 96, n_passes: int = 3) -> Any:
+def run(
+    variables: dict[str, object], over: str = "", given_up: bool = False, n_tokens: int = 96, n_passes: int = 3
+) -> Any:
     """`over`: y lies where x does. `given_up`: each graph is prepared once in vain, with another x."""
     layer, x, route, truth = one_layer(np.random.default_rng(50), n_tokens, **SHAPE)
 
@@ -56,7 +58,13 @@ def run(variables: dict[str, object], over: str = "", given_up: bool = False, n_
                 "down": books()[0]["down"]["bytes"] - down,
             })  # fmt: skip
         model.free()
-        return {"passes": seen, "x_bytes": x.nbytes, "y_bytes": 4 * truth.size, "log": started.ours(), "streamed": report()["layers"]}
+        return {
+            "passes": seen,
+            "x_bytes": x.nbytes,
+            "y_bytes": 4 * truth.size,
+            "log": started.ours(),
+            "streamed": report()["layers"],
+        }
 
     return fork(variables, work)
 

@@ -19,18 +19,24 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # forks have no threads but their own
 sys.path.insert(0, str(Path(__file__).parent / "simgpu"))
 
-import host  # noqa: E402
-import numpy as np  # noqa: E402
+import host
+import numpy as np
 
-from ggml_graph import ABORT_CALLBACK, G, P, backend, bind, expert_files, set_tensor  # noqa: E402
-from hybrid_moe_ext import _native, register  # noqa: E402
-from layer_graph import Layer, LayerGraph, Route, activate  # noqa: E402
+from ggml_graph import ABORT_CALLBACK, G, P, backend, bind, expert_files, set_tensor
+from hybrid_moe_ext import _native, register
+from layer_graph import Layer, LayerGraph, Route, activate
 
 LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, P)
 B = bind(ggml_log_set=(None, [LOG_CALLBACK, P]))
 DATA = 248  # offset of ggml_tensor.data
-PATIENCE_S = 60  # a case that takes longer hangs
-NMSE = {"F32": 1e-12, "F16": 2e-6, "BF16": 3e-5, "FP8": 3e-5, "Q8_0": 2e-4}  # by what the CPU back end rounds activations to
+PATIENCE_S = int(os.environ.get("STREAM_PATIENCE_S", "60"))  # a case that takes longer hangs
+NMSE = {
+    "F32": 1e-12,
+    "F16": 2e-6,
+    "BF16": 3e-5,
+    "FP8": 3e-5,
+    "Q8_0": 2e-4,
+}  # by what the CPU back end rounds activations to
 QUANTISED_NMSE = 1e-3
 
 
@@ -122,7 +128,9 @@ class Started:
 
     def __init__(self, variables: dict[str, object]):
         self.log: list[str] = []
-        self._callback = LOG_CALLBACK(lambda level, text, _: self.log.append(text.decode(errors="replace")) if level != 5 else None)
+        self._callback = LOG_CALLBACK(
+            lambda level, text, _: self.log.append(text.decode(errors="replace")) if level != 5 else None
+        )
         for name in [n for n in os.environ if n.startswith("SIMGPU_")]:
             del os.environ[name]
         os.environ.update({name: str(value) for name, value in variables.items()})

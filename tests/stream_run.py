@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-KEPT = ("HYBRID_MOE_LIBRARY", "HYBRID_MOE_ISA")
+KEPT = ("HYBRID_MOE_LIBRARY", "HYBRID_MOE_ISA", "HYBRID_MOE_TEAM")
 
 
 def environment(cache: Path) -> dict[str, str]:

@@ -18,7 +18,9 @@ ON: dict[str, object] = {"HYBRID_MOE_SLP": "on", "HYBRID_MOE_CPU_HELP": "off"}
 KINDS = list(GGML_TYPES)
 
 
-def chain(rng: np.random.Generator, n_layers: int, n_tokens: int, **shape: Any) -> tuple[list[Layer], np.ndarray, list[Route]]:
+def chain(
+    rng: np.random.Generator, n_layers: int, n_tokens: int, **shape: Any
+) -> tuple[list[Layer], np.ndarray, list[Route]]:
     """Layers that follow one another, with routing weights that keep values about 1."""
     layers = [random_layer(rng, **shape) for _ in range(n_layers)]
     x = rng.standard_normal((n_tokens, layers[0].n_embd)).astype(np.float32)
@@ -83,7 +85,9 @@ def activations(n_devices: str) -> Any:
             name = f"{activation} {' '.join(extra)}"
             cases[name] = one_layer(rng, 70, n_embd=96, n_ff=64, n_expert=5, activation=activation, **extra)
         if activation in GATED:
-            cases[f"{activation} merged"] = one_layer(rng, 70, activation=activation, merged=True, biased=True, scaled=True)
+            cases[f"{activation} merged"] = one_layer(
+                rng, 70, activation=activation, merged=True, biased=True, scaled=True
+            )
         cases[f"{activation} n_used 1"] = one_layer(rng, 70, activation=activation, n_used=1)
     cases["wide"] = one_layer(rng, 70, n_embd=64, n_ff=200)  # the routing weight comes after the down projection
     return fork(ON | {"SIMGPU_DEVICES": n_devices}, lambda _: {k: judged(*c) for k, c in cases.items()})
@@ -112,11 +116,20 @@ def cpu_help(n_devices: str) -> Any:
     """A slow link: the CPU takes most experts. Twice, with rates measured and with rates known."""
     rng = np.random.default_rng(4)
     case = one_layer(rng, 200, n_embd=256, n_ff=256, n_expert=12, n_used=3)
-    slow = {"HYBRID_MOE_SLP": "on", "SIMGPU_DEVICES": n_devices, "SIMGPU_PINNED_GBPS": 0.05, "SIMGPU_PAGEABLE_GBPS": 0.05}
+    slow = {
+        "HYBRID_MOE_SLP": "on",
+        "SIMGPU_DEVICES": n_devices,
+        "SIMGPU_PINNED_GBPS": 0.05,
+        "SIMGPU_PAGEABLE_GBPS": 0.05,
+    }
 
     def work(_: Started) -> Any:
         seen = [judged(*case), judged(*case)]
-        return {"cases": seen, "cpu_experts": report()["cpu_experts"], "rows": sum(d["rows"] for d in report()["devices"])}
+        return {
+            "cases": seen,
+            "cpu_experts": report()["cpu_experts"],
+            "rows": sum(d["rows"] for d in report()["devices"]),
+        }
 
     with tempfile.TemporaryDirectory() as cache:
         return [fork(slow | {"XDG_CACHE_HOME": cache}, work) for _ in range(2)]
@@ -127,7 +140,9 @@ def many_experts() -> Any:
     rng = np.random.default_rng(5)
     case = one_layer(rng, 150, n_embd=256, n_ff=128, n_expert=150, n_used=4)
     variables = ON | {"HYBRID_MOE_RING_MIB": 1, "SIMGPU_LAUNCH_US": 100}
-    return fork(variables, lambda _: {"cases": [judged(*case) for _ in range(2)], "slots": report()["devices"][0]["slots"]})
+    return fork(
+        variables, lambda _: {"cases": [judged(*case) for _ in range(2)], "slots": report()["devices"][0]["slots"]}
+    )
 
 
 def look_ahead(n_devices: str) -> Any:
@@ -207,18 +222,20 @@ def skewed(n_devices: str) -> Any:
 def unequal_devices() -> Any:
     """Equal links, slow compute on one, rings of two slots: what is left is the other's, and both slots hold the next layer's."""
     rng = np.random.default_rng(9)
-    layers, x, routes = chain(rng, 2, 64, n_embd=256, n_ff=128, n_expert=12)
+    layers, x, routes = chain(rng, 2, 100, n_embd=256, n_ff=128, n_expert=30)
+    for route in routes:  # ten rows for each, so that predictions are right
+        route.ids[:] = np.arange(300).reshape(100, 3) % 30
     truth = truth_of(layers, x, routes)
     variables = ON | {
         "SIMGPU_DEVICES": 2,
         "SIMGPU_PINNED_GBPS": 0.05,
-        "SIMGPU_LAUNCH_US": "2000,2",
+        "SIMGPU_LAUNCH_US": "10000,2",
         "HYBRID_MOE_RING_MIB": 1,
     }
 
     def work(_: Started) -> Any:
         model, seen = Model(layers, len(x)), []
-        for _i in range(4):
+        for _i in range(2):
             status, y = model.compute(x, routes)
             seen.append({"status": status, "nmse": nmse(y, truth)})
         return {"passes": seen, "experts": [d["experts"] for d in report()["devices"]]}
@@ -238,6 +255,25 @@ def memory_books(share: str, ring_mib: str) -> Any:
         return seen | {"books": books()[0], "device": device}
 
     return fork(variables, work)
+
+
+def less_memory() -> Any:
+    """A long batch, then somebody else takes device memory, then a short batch: its share of what there is then."""
+    rng = np.random.default_rng(17)
+    layer = random_layer(rng, n_embd=256, n_ff=256, n_expert=24, n_used=2)
+    cases = []
+    for n in (3100, 64):
+        x = rng.standard_normal((n, 256)).astype(np.float32)
+        route = random_route(rng, layer, n)
+        cases.append((layer, x, route, expected(layer, x, route)))
+
+    def work(started: Started) -> Any:
+        seen = [judged(*cases[0]) | {"used": books()[0]["memory"]["used"]}]
+        host.tensor(host.device(0), (3 << 20) // 4)
+        seen.append(judged(*cases[1]) | {"used": books()[0]["memory"]["used"] - (3 << 20)})
+        return {"cases": seen, "log": started.ours()}
+
+    return fork(ON | {"SIMGPU_MEMORY_MIB": 16, "HYBRID_MOE_VRAM_SHARE": 0.8}, work)
 
 
 def choices() -> Any:
@@ -283,7 +319,7 @@ def in_place() -> Any:
 
 
 def refusals() -> Any:
-    """Ids out of range, and damaged FP8 weights in an expert that is used, in one that is not: what the CPU says, word by word."""
+    """Ids out of range, damaged FP8 weights in an expert that is used and in one that is not: the CPU's words."""
     rng = np.random.default_rng(14)
     layer, x, route, truth = one_layer(rng, 64, n_embd=64, n_ff=96, n_expert=8, n_used=2, kind="FP8")
     route.ids %= 6  # experts 6 and 7 have no rows

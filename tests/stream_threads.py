@@ -76,7 +76,12 @@ def one_shares_with_cpu() -> Any:
 def aborts(n_devices: str, help_of_cpu: str) -> Any:
     """A callback that ends the layer at its k-th call, with links that take seconds; afterwards the same model computes."""
     case = make(34, 2, n_embd=128, n_expert=8)
-    variables = {"HYBRID_MOE_SLP": "on", "HYBRID_MOE_CPU_HELP": help_of_cpu, "SIMGPU_DEVICES": n_devices, "SIMGPU_PINNED_GBPS": 0.01}
+    variables = {
+        "HYBRID_MOE_SLP": "on",
+        "HYBRID_MOE_CPU_HELP": help_of_cpu,
+        "SIMGPU_DEVICES": n_devices,
+        "SIMGPU_PINNED_GBPS": 0.01,
+    }
 
     def work(started: Started) -> Any:
         calls = {"n": 0, "at": 0}
@@ -145,6 +150,23 @@ def other_goes() -> Any:
         return {"passes": seen + of_others, "streamed": report()["layers"], "log": started.ours()}
 
     return fork(ON | {"SIMGPU_PINNED_GBPS": 0.1}, work)
+
+
+def traced(path: str) -> Any:
+    """A trace of two devices, two contexts and the CPU's share, of a process that ends while experts are on their way."""
+    cases = [make(48, 3), make(49, 2)]
+    variables = {"HYBRID_MOE_SLP": "on", "HYBRID_MOE_TRACE": path, "SIMGPU_DEVICES": 2, "SIMGPU_PINNED_GBPS": 0.02}
+    Started(variables)
+    models = [Model(c[0], len(c[1])) for c in cases]
+    seen: list[dict[str, Any]] = []
+    threads = [
+        threading.Thread(target=lambda m=m, c=c: seen.append(compute(m, c))) for m, c in zip(models, cases, strict=True)
+    ]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return {"passes": seen, "experts": sum(d["experts"] for d in report()["devices"])}
 
 
 def leave_while_fetching(how: str) -> Any:

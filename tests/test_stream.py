@@ -72,7 +72,9 @@ def test_next_layer_is_fetched_ahead(simgpu, tmp_path, n_devices):
 @pytest.mark.parametrize("n_devices", [1, 2])
 def test_unequal_layers(simgpu, tmp_path, n_devices):
     seen = run(simgpu, tmp_path, "stream_scenarios", "unequal_layers", n_devices)
-    assert all(p["status"] == 0 and p["error"] < 10 for p in seen["passes"]), seen  # BF16's rounding, through three more layers
+    assert all(p["status"] == 0 and p["error"] < 10 for p in seen["passes"]), (
+        seen
+    )  # BF16's rounding, through three more layers
     assert seen["report"]["layers"] == 15 and seen["report"]["troubles"] == []
 
 
@@ -104,6 +106,13 @@ def test_memory_is_as_configured(simgpu, tmp_path, share, ring_mib):
     assert host["peak"] == host["used"] == device["host_bytes"]  # staging, nothing of a layer's size
     assert seen["books"]["up"]["pageable_bytes"] == seen["books"]["down"]["pageable_bytes"] == 0
     assert device["expert_bytes"] == (24 + 2 * 4) * slot  # and the measurement
+
+
+def test_memory_is_given_back_when_less_is_free(simgpu, tmp_path):
+    seen = run(simgpu, tmp_path, "stream_scenarios", "less_memory")
+    assert_right({str(i): c for i, c in enumerate(seen["cases"])})
+    before, after = (c["used"] for c in seen["cases"])
+    assert 0.8 * 13 * MIB < before <= 0.8 * 16 * MIB and 8 * MIB < after <= 0.8 * 13 * MIB, seen
 
 
 def test_a_token_may_choose_an_expert_twice(simgpu, tmp_path):
@@ -153,7 +162,8 @@ def test_inputs_that_a_device_holds_already(simgpu, tmp_path):
     assert len(seen) == 36
     for name, case in seen.items():
         assert all(p["status"] == 0 and p["nmse"] < 1e-12 for p in case["passes"]), (name, case)
-        in_bytes, down = {p["in_bytes"] for p in case["passes"]}, {p["down"] for p in case["passes"][1:]}
+        after_measuring = case["passes"][1:]
+        in_bytes, down = {p["in_bytes"] for p in after_measuring}, {p["down"] for p in after_measuring}
         if name.startswith("one"):  # x stays where it is
             assert in_bytes == {0} and down == {case["y_bytes"]} and case["streamed"] == 3, (name, case)
         if name.startswith("two"):  # x is fetched for the other one

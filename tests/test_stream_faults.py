@@ -5,6 +5,8 @@ The cases are in stream_faults.py and stream_threads.py; each runs in a process 
 
 from __future__ import annotations
 
+import itertools
+import json
 from typing import Any
 
 import pytest
@@ -30,11 +32,11 @@ def check_sweep(seen: Any, n_least: int) -> list[int]:
     return [case["on_cpu"] for case in seen["cases"].values()]
 
 
-@pytest.mark.parametrize(("n_devices", "measured"), [(1, "known"), (2, "anew")])
-def test_any_copy_fails(simgpu, tmp_path, n_devices, measured):
+@pytest.mark.parametrize(("n_devices", "measured", "step"), [(1, "known", 1), (2, "anew", 3)])
+def test_any_copy_fails(simgpu, tmp_path, n_devices, measured, step):
     """Inputs, experts, results, those fetched ahead, those of the measurement."""
-    seen = run(simgpu, tmp_path, "stream_faults", "sweep", "FAIL_COPY", "copies", n_devices, measured)
-    on_cpu = check_sweep(seen, 60)
+    seen = run(simgpu, tmp_path, "stream_faults", "sweep", "FAIL_COPY", "copies", n_devices, measured, step)
+    on_cpu = check_sweep(seen, 60 // step)
     assert sum(n > 0 for n in on_cpu) > len(on_cpu) // 3 and max(on_cpu) <= 2
 
 
@@ -73,8 +75,10 @@ def test_devices_that_always_fail_are_given_up(simgpu, tmp_path):
         assert_right(case, name)
         assert case["streamed"] + case["on_cpu"] == 12
         n_given_up = sum(n >= 3 for n in case["failures"])
-        assert [sum(word in line for line in case["log"]) for word in ("the device failed", "several times in a row")] == [n_given_up] * 2
-    assert [seen[k]["streamed"] for k in ("only", "one of two", "lost")] == [0, 9, 0]
+        assert [
+            sum(word in line for line in case["log"]) for word in ("the device failed", "several times in a row")
+        ] == [n_given_up] * 2
+    assert [seen[k]["streamed"] for k in ("only", "one of two", "lost")] == [0, 12, 0]  # the measurement finds out
     assert seen["only"]["failures"] == seen["lost"]["failures"] == [3]
 
 
@@ -94,7 +98,9 @@ def test_names_of_devices(simgpu, tmp_path):
     assert seen["beside"]["memory"][0] == seen["one"]["memory"][1] == 0
 
 
-@pytest.mark.parametrize(("setting", "values"), [("FAIL_COPY", "3 5 9 11 14 25+ 1+"), ("LOSE_AT", "1 20 40"), ("STALL", "30:200")])
+@pytest.mark.parametrize(
+    ("setting", "values"), [("FAIL_COPY", "3 5 9 11 14 25+ 1+"), ("LOSE_AT", "1 20 40"), ("STALL", "30:200")]
+)
 def test_faults_while_the_cpu_helps(simgpu, tmp_path, setting, values):
     for name, case in run(simgpu, tmp_path, "stream_faults", "with_cpu_help", setting, values).items():
         assert_right(case, name)
@@ -139,3 +145,18 @@ def test_process_ends_while_fetching(simgpu, tmp_path, how):
     seen = run(simgpu, tmp_path, "stream_threads", "leave_while_fetching", how)
     assert_right(seen | {"log": []})
     assert seen["ahead"] > 0
+
+
+def test_trace_is_whole(simgpu, tmp_path):
+    seen = run(simgpu, tmp_path, "stream_threads", "traced", tmp_path / "trace.json")
+    assert_right(seen | {"log": []})
+    events = json.loads((tmp_path / "trace.json").read_text())  # also when the process ended in the middle
+    lanes = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
+    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert len(lanes) >= 4 and {"SimGPU0", "SimGPU1", "upload", "compute"} <= names
+    computed = [e for e in events if e["ph"] == "X" and e["name"] == "expert" and e["args"]["bytes"] == 0]
+    assert len(computed) == seen["experts"]
+    for lane in lanes:
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == lane)
+        overlap = [(a, b) for a, b in itertools.pairwise(spans) if a[1] > b[0] + 1e-3]
+        assert not overlap, lane  # one thing at a time

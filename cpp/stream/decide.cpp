@@ -83,7 +83,8 @@ CpuRate Streams::calibrate_cpu(const Pass & pass, const MoeLayer & sample) {
 }
 
 // The layer's first tokens and busiest experts, on each device by itself and on the CPU. What it writes to y is written again.
-Rates Streams::calibrate(const Pass & pass) {
+// A device that fails takes no further part in the pass.
+Rates Streams::calibrate(Pass & pass) {
     Rates rates;
     MoeLayer sample = pass.layer;
     sample.ids.n_tokens = std::min(sample_tokens, sample.ids.n_tokens);
@@ -96,13 +97,17 @@ Rates Streams::calibrate(const Pass & pass) {
     const Pass of_sample{sample, pass.experts, pass.options, pass.work, route, nullptr, {}};
     for (const size_t i : ready_devices(of_sample, make_index(sample, route))) {
         DeviceStream & d = *devices_[i];
-        for (int round = 0; round < 2; round++) {  // the first one also pays for what is made once
+        bool has_failed = false;
+        for (int round = 0; round < 2 && !has_failed; round++) {  // the first one also pays for what is made once
             d.reset_rate();
             LayerJob job(sample, route, pass.experts, busiest, {DeviceRate{}}, false);
             job.n_repeats = device_repeats;
             d.start(job, 0);
             while (!d.finish(std::chrono::milliseconds(100))) {}
+            has_failed = job.is_cancelled() && !job.is_damaged;
+            if (has_failed) count_failure(i, job);
         }
+        if (has_failed) std::erase(pass.devices, i);
     }
     if (pass.layer.has_kernels()) rates.cpu = calibrate_cpu(pass, sample);
     rates.devices = rates_of(pass.devices);
@@ -125,13 +130,15 @@ Rates Streams::rates_for(Pass & pass) {
         rates = *known;
         for (size_t i = 0; i < pass.devices.size(); i++) devices_[pass.devices[i]]->know_rate(rates.devices[i]);
     } else {
+        const size_t n_devices = pass.devices.size();
         rates = calibrate(pass);
         const bool is_measured = std::all_of(rates.devices.begin(), rates.devices.end(), [](const DeviceRate & r) {
             return r.copy_s_per_byte > 0 && r.compute_s_per_row > 0;  // zeros: it failed
         });
-        const bool is_whole = rates.devices.size() == pass.devices.size() && (rates.cpu.s_per_row > 0 || !pass.layer.has_kernels());
-        if (is_whole && is_measured) keep_rates(name, rates);
-        else if (rates.devices.size() == pass.devices.size()) know_rates(name, rates);  // not again for every layer
+        const bool none_failed = rates.devices.size() == n_devices;
+        const bool is_whole = none_failed && is_measured && (rates.cpu.s_per_row > 0 || !pass.layer.has_kernels());
+        if (is_whole) keep_rates(name, rates);
+        else if (none_failed) know_rates(name, rates);  // there was no room: not again for every layer
     }
     rates.devices = rates_of(pass.devices);
     if (!pass.layer.has_kernels()) {

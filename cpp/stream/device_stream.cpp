@@ -108,8 +108,13 @@ void DeviceStream::make_room(const MoeLayer & layer, const LayerExperts & expert
     const size_t taken = batch_memory_->size() + areas;
     size_t ring = may > taken ? may - taken : 0;
     if (settings_.ring_bytes) ring = std::min(ring, settings_.ring_bytes);
+    const size_t affordable = std::max<size_t>(2, ring / slot_bytes_);
+    // Others may have taken memory since the ring was built. Slots with experts that were fetched ahead stay for now.
+    for (size_t i = slots_.size(); i-- > 0 && slots_.size() > affordable;) {
+        if (slots_[i]->state == Slot::free) slots_.erase(slots_.begin() + std::ptrdiff_t(i));
+    }
     // A whole layer in the ring is all that look-ahead can use.
-    const size_t wanted = std::clamp(ring / slot_bytes_, size_t(2), size_t(std::max<int64_t>(2, experts.n_expert())));
+    const size_t wanted = std::min(affordable, size_t(std::max<int64_t>(2, experts.n_expert())));
     while (slots_.size() < wanted) {
         try {
             slots_.push_back(std::make_unique<Slot>(gpu_, slot_bytes_));

@@ -198,6 +198,14 @@ void Streams::look_ahead(const std::vector<size_t> & devices, const LayerExperts
     for (size_t d = 0; d < devices.size(); d++) devices_[devices[d]]->look_ahead(next, shares[d]);
 }
 
+void Streams::count_failure(size_t i_device, const LayerJob & job) {
+    const std::string & name = devices_[i_device]->gpu().name;
+    note("failure " + name, job.reason + " while it ran experts of " + job.experts->name() + "; the CPU computes the layer instead");
+    if (++n_failures_[i_device] == max_failures) {
+        note("given up " + name, name + " failed several times in a row: experts are not streamed to it any more");
+    }
+}
+
 // The job of some devices, which do not touch it any more at the end, whatever happens.
 struct Streams::Running {
     LayerJob &                   job;
@@ -271,11 +279,7 @@ bool Streams::stream(const Pass & pass, const StreamPlan & plan, const std::vect
         status = RunStatus::failed;
         return true;
     }
-    const size_t failed = devices[size_t(job.failed_worker)];
-    n_failures_[failed]++;
-    const std::string & name = devices_[failed]->gpu().name;
-    note("failure " + name, job.reason + " while it ran experts of " + pass.experts->name() + "; the CPU computes the layer instead");
-    if (n_failures_[failed] == max_failures) note("given up " + name, name + " failed several times in a row: experts are not streamed to it any more");
+    count_failure(devices[size_t(job.failed_worker)], job);
     return false;
 }
 
@@ -301,6 +305,7 @@ RunStatus Streams::run_pass(Pass & pass, char * error) {
     for (const auto & d : devices_) leases.emplace_back(d->lease());
     // Decided before any device memory is taken: most batches are short.
     Rates rates = rates_for(pass);
+    if (pass.devices.empty()) return on_cpu();
     StreamPlan plan = decide(pass, rates);
     if (plan.streams) {
         const DeviceIndex index = make_index(pass.layer, pass.route);

@@ -95,7 +95,8 @@ private:
     std::string name_of_rates(const Pass & pass) const;
     Rates rates_for(Pass & pass);
     void correct_cpu(const Pass & pass, Rates rates, double predicted_s, double seen_s);
-    Rates calibrate(const Pass & pass);
+    Rates calibrate(Pass & pass);
+    void count_failure(size_t i_device, const LayerJob & job);
     CpuRate calibrate_cpu(const Pass & pass, const MoeLayer & sample);
     StreamPlan decide(const Pass & pass, const Rates & rates) const;
     std::vector<size_t> ready_devices(const Pass & pass, const DeviceIndex & index);

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cinttypes>
@@ -15,7 +16,7 @@
 namespace hybrid_moe {
 namespace {
 
-FILE *                     file = nullptr;  // set once, before any thread of ours runs
+std::atomic<FILE *>         file{nullptr};  // set before any thread of ours runs; null again when it is complete
 std::mutex                 mutex;
 std::map<std::string, int> pids;   // lanes in the viewer: one process per device, one thread per lane
 std::map<std::string, int> tids;
@@ -48,6 +49,7 @@ void finish() {
     const std::lock_guard<std::mutex> lock(mutex);
     fprintf(file, "{\"ph\":\"i\",\"name\":\"end\",\"pid\":0,\"tid\":0,\"s\":\"g\",\"ts\":%s}]\n", microseconds(now_ns()).c_str());
     fflush(file);
+    file = nullptr;  // threads of devices may still run
 }
 
 }  // namespace
@@ -71,6 +73,7 @@ void trace_span(const std::string & process, const char * lane, const char * nam
                 const std::string & layer, int64_t i_expert, int64_t n_rows, uint64_t n_bytes) {
     if (!file) return;
     const std::lock_guard<std::mutex> lock(mutex);
+    if (!file) return;
     bool is_new;
     const int pid = number_of(pids, process, is_new);
     if (is_new) name_it("process_name", pid, 0, process);
