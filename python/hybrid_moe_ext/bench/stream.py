@@ -92,7 +92,7 @@ def shape_named(text: str, scale: float) -> Shape:
 def bench_stream(r: StreamRequest, devices: list[GpuDevice]) -> Iterator[StreamResult]:
     """Yields a result per number of tokens. The plug-in is registered already."""
     links = {d.name: measure_link(d) for d in devices}
-    experts = StreamExperts(r.shape, r.kind, r.n_layers, r.memory_mib << 20)
+    experts = StreamExperts(r.shape, r.kind, r.n_layers, r.memory_mib << 20, r.options.experts_memory)
     try:
         for n_tokens in r.tokens:
             batch = random_batch(r.shape, r.n_layers, n_tokens, r.routing)
