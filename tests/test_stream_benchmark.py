@@ -369,11 +369,17 @@ def test_the_threshold_is_where_the_devices_become_faster():
     shape = Shape(1000, 1000, 64, 8)
     # The CPU: 1 ms per row; devices: the 64 experts take 640 ms on the link, and computing is nothing.
     rates = Rates(0.0, 1e-3, [1e-8], [1e-9])
-    n = threshold(rates, shape, 1_000_000)
+    n = threshold(rates, shape, 1_000_000, None)
     assert n is not None and n * 8e-3 == pytest.approx(0.64, rel=0.05)
-    two = threshold(Rates(0.0, 1e-3, [1e-8, 1e-8], [1e-9, 1e-9]), shape, 1_000_000)
+    two = threshold(Rates(0.0, 1e-3, [1e-8, 1e-8], [1e-9, 1e-9]), shape, 1_000_000, None)
     assert two == 64  # half of the time, and below 64 tokens nobody is asked
-    assert threshold(Rates(0.0, 1e-9, [1e-8], [1e-6]), shape, 1_000_000) is None
+    # Together both are faster before the devices alone are: half of the experts each, when each would take 640 ms.
+    helped = threshold(rates, shape, 1_000_000, 1.0)
+    assert helped == 64
+    slow = Rates(0.0, 1e-4, [1e-7], [1e-9])  # 6.4 s of copies; the CPU: 0.8 ms per token
+    alone, helped = (threshold(slow, Shape(100, 1000, 64, 8), 1_000_000, s) for s in (None, 2.0))
+    assert helped is not None and alone is not None and 64 < helped < alone
+    assert threshold(Rates(0.0, 1e-9, [1e-8], [1e-6]), shape, 1_000_000, None) is None
 
 
 def test_neighbours_are_copied_together_and_unused_experts_are_not():

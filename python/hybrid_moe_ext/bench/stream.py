@@ -23,7 +23,7 @@ from .stream_experts import StreamExperts, row_bytes
 from .stream_ggml import GpuDevice
 from .stream_link import Link, measure_link
 from .stream_peer import CopyThenCompute
-from .stream_report import device_uses, rates_of, report, threshold, wait_for_quiet
+from .stream_report import FP8_ON_DEVICE, cpu_slowdown, device_uses, rates_of, report, threshold, wait_for_quiet
 from .stream_result import StreamResult
 
 # The routed experts of these models, whole.
@@ -217,6 +217,10 @@ def _layer_0(experts: StreamExperts, batch: Batch, tokens: NDArray[Any]) -> NDAr
     return y
 
 
+def _expert_bytes(shape: Shape, kind: str) -> int:
+    return sum(rows * row_bytes(kind, k) for rows, k in shape.weights().values())
+
+
 def _where(n_streamed: int, n_on_cpu: int) -> str:
     if n_streamed and n_on_cpu:
         return f"devices, but {n_on_cpu} of {n_streamed + n_on_cpu} layers on the CPU"
@@ -231,8 +235,10 @@ def _result(
     uses = device_uses(before, after)
     n_streamed = after["layers"] - before["layers"]
     n = max(1, n_streamed)
-    link_kind = "BF16" if r.kind == "FP8" else r.kind
-    expert_bytes = sum(rows * row_bytes(link_kind, k) for rows, k in r.shape.weights().values())
+    stored_bytes = _expert_bytes(r.shape, r.kind)
+    expert_bytes = _expert_bytes(r.shape, "BF16" if r.kind == "FP8" else r.kind)
+    if r.kind == "FP8" and any(d.get("fp8") == FP8_ON_DEVICE for d in after["devices"]):
+        expert_bytes = stored_bytes
     attention_s = statistics.median(x.attention_s for x in ours)
     layer_ms = [x.layer_s * 1e3 for x in ours]
     copy = figures.copy_s(uses, links, expert_bytes) / n if uses else 0.0
@@ -242,6 +248,8 @@ def _result(
     ring_s = sum(d.ring_bytes for d in devices) / sum(d.link_gbps * 1e9 for d in devices) if devices else 0.0
     bound = figures.bound_s(copy, compute, attention_s, ring_s)
     rates = rates_of(after)
+    slowdown = cpu_slowdown(r.n_threads, len(links)) if r.options.cpu_help == "auto" else None
+    from_tokens = threshold(rates, r.shape, stored_bytes, slowdown) if rates else None
     ms = statistics.median(layer_ms)
     return StreamResult(
         r.shape, r.kind, r.routing, r.n_layers, batch.n_tokens, attention_s * 1e3, check,
@@ -249,6 +257,6 @@ def _result(
         sum(u.in_bytes for u in uses) / n, sum(u.out_bytes for u in uses) / n,
         copy * 1e3, compute * 1e3, bound * 1e3, ms / bound / 1e3 if bound and n_streamed else 0.0,
         figures.hidden_share(uses), figures.balance(uses), (after["cpu_experts"] - before["cpu_experts"]) / n,
-        cpu_ms, peers, peer_compute_ms, threshold(rates, r.shape, expert_bytes) if rates else None,
+        cpu_ms, peers, peer_compute_ms, from_tokens,
         after["plan"], after["rates"], devices, after["troubles"],
     )  # fmt: skip
