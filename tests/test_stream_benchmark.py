@@ -157,6 +157,13 @@ def test_a_modelled_device_with_attention_and_experts_that_nobody_wants(simgpu, 
     assert x["bound_ms"] >= x["attention_ms"] + x["compute_ms"]
 
 
+def test_a_small_device_leaves_no_room_for_the_peer(simgpu, tmp_path):
+    """One layer that follows itself, one expert per token; the ring takes what the device has."""
+    x = measured(simgpu, tmp_path, "--shape", "256,1024,64,1", "--layers", 1, "--no-cpu", MEMORY_MIB=40)
+    assert x["where"] == "devices" and "no memory" in x["peers"]["pinned"] and x["vs_peer"] == {}
+    assert x["devices"][0]["ring_bytes"] + x["devices"][0]["batch_bytes"] <= 40 << 20
+
+
 def test_few_tokens_stay_on_the_cpu(simgpu, tmp_path):
     done = call(simgpu, tmp_path, "--tokens", 8, "--peers", "none")
     assert done.returncode == 0, done.stderr
@@ -197,6 +204,10 @@ def test_refusals_that_need_the_device(simgpu, tmp_path, arguments, message):
         (["--from-trace", "x.json"], "--plot"),
         (["--layers", "0"], "--layers"),
         (["--attention-ms", "-1"], "--attention-ms"),
+        (["--attention-ms", "nan"], "--attention-ms"),
+        (["--scale", "nan"], "--scale"),
+        (["--scale", "inf"], "--scale"),
+        (["--shape", "256,256,99999999,4"], "65536"),
     ],
 )
 def test_refusals_before_anything_is_measured(arguments, message, monkeypatch, capfd):

@@ -36,6 +36,8 @@ SHAPES = {
 }
 STEP = 256  # n_embd is a multiple of it: blocks of all weight types
 MOST_TOKENS = 65536
+MOST_WIDE = 65536
+MOST_ATTENTION_MS = 60_000
 ROUTINGS = ("uniform", "skewed")
 PEERS = ("pinned", "pageable")
 CHECKED_TOKENS = 4
@@ -63,6 +65,8 @@ class StreamRequest:
             raise OptionError(f"--type {self.kind}: choose among {', '.join(OURS)}")
         if not self.tokens or min(self.tokens) < 1 or max(self.tokens) > MOST_TOKENS:
             raise OptionError(f"--tokens: give numbers from 1 to {MOST_TOKENS}, separated by commas")
+        if not 0 <= self.attention_ms <= MOST_ATTENTION_MS:
+            raise OptionError(f"--attention-ms {self.attention_ms:g}: give 0 to {MOST_ATTENTION_MS} milliseconds")
         if self.routing not in ROUTINGS:
             raise OptionError(f"--routing {self.routing}: choose among {', '.join(ROUTINGS)}")
         for peer in self.peers:
@@ -82,10 +86,13 @@ def shape_named(text: str, scale: float) -> Shape:
             raise OptionError(
                 f"--shape {text!r}: choose among {', '.join(SHAPES)}, or give n_embd,n_ff,n_expert,n_used"
             ) from error
+    if not 1 <= scale < float("inf"):
+        raise OptionError(f"--scale {scale:g}: give a number from 1 on, which n_embd is divided by")
     n_embd = shape.n_embd if scale == 1 else max(STEP, round(shape.n_embd / scale / STEP) * STEP)
     shape = Shape(n_embd, shape.n_ff, shape.n_expert, shape.n_used)
-    if min(shape.n_embd, shape.n_ff, shape.n_expert, shape.n_used) < 1 or shape.n_used > shape.n_expert:
-        raise OptionError(f"--shape {text!r}: all four are at least 1, and n_used is at most n_expert")
+    numbers = (shape.n_embd, shape.n_ff, shape.n_expert, shape.n_used)
+    if min(numbers) < 1 or max(numbers) > MOST_WIDE or shape.n_used > shape.n_expert:
+        raise OptionError(f"--shape {text!r}: all four are from 1 to {MOST_WIDE}, and n_used is at most n_expert")
     return shape
 
 

@@ -159,6 +159,9 @@ def weighted_sum(
     for view in list(made[1:]):
         y = g("ggml_add")(ctx, y, view)
         made.append(y)
+    if len(made) == 1:
+        y = g("ggml_cont")(ctx, y)
+        made.append(y)
     if nodes is not None:
         nodes += made
     return y

@@ -60,11 +60,19 @@ class StreamExperts:
         self._region = self._size = 0
         self._buffer: Any = None
         self._scales: dict[str, NDArray[np.float32]] = {}
-        self._fill()
-        self.tensors: list[dict[str, Any]] = [self._new_tensors(i) for i in range(n_layers)]
+        self.tensors: list[dict[str, Any]] = []
+        try:
+            self._fill()
+            self._place(experts_memory)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, experts_memory: str) -> None:
+        self.tensors = [self._new_tensors(i) for i in range(self.n_layers)]
         _native.check(_native.library().hybrid_moe_choose_experts_memory(experts_memory.encode()))
         try:
-            self._place_scattered() if kind == "FP8" else self._place_mapped()
+            self._place_scattered() if self.kind == "FP8" else self._place_mapped()
         finally:
             _native.library().hybrid_moe_choose_experts_memory(None)
 
