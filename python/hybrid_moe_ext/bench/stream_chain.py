@@ -72,6 +72,7 @@ class Chain:
         self._work = g("ggml_gallocr_new")(g("ggml_backend_dev_buffer_type")(self._device))
         self._contexts: list[Any] = []
         self._graphs, self._results = [], []
+        self._i_next = 0
         for tensors, route in zip(experts.tensors, self._routes, strict=True):
             graph, y = self._build(tensors, *route)
             if not g("ggml_gallocr_alloc_graph")(self._work, graph):
@@ -103,35 +104,37 @@ class Chain:
         return graph, y
 
     def run(self, attention_s: float = 0.0) -> Round:
-        """Once through all layers, each behind a sleep that stands for its attention. The chain's last layer comes first,
-        untimed: then the look-ahead is where it is in the middle of a long model."""
-        self._run_layer(len(self._graphs) - 1, attention_s)
-        begin = time.perf_counter()
-        slept = sum(self._run_layer(i, attention_s) for i in range(len(self._graphs)))
+        """Once through all layers, each behind a sleep that stands for its attention, after one more that is not timed: then the
+        look-ahead is where it is in the middle of a long model. Layers always follow one another in the same circle."""
+        self._run_next(attention_s)
         n = len(self._graphs)
+        begin = time.perf_counter()
+        slept = sum(self._run_next(attention_s) for _ in range(n))
         return Round((time.perf_counter() - begin) / n, slept / n)
 
     def run_one(self, i_layer: int) -> NDArray[np.float32]:
-        self._run_layer(i_layer, 0.0)
+        self._i_next = i_layer
+        self._run_next(0.0)
         y = np.empty((self._batch.n_tokens, self._shape.n_embd), np.float32)
         g("ggml_backend_tensor_get")(self._results[i_layer], y.ctypes.data, 0, y.nbytes)
         return y
 
-    def run_layer_s(self, i_layer: int) -> float:
+    def run_layer_s(self) -> float:
         begin = time.perf_counter()
-        self._run_layer(i_layer, 0.0)
+        self._run_next(0.0)
         return time.perf_counter() - begin
 
-    def _run_layer(self, i_layer: int, attention_s: float) -> float:
+    def _run_next(self, attention_s: float) -> float:
         """Seconds that it slept."""
-        begin = time.perf_counter()
+        i_layer, begin = self._i_next, time.perf_counter()
+        self._i_next = (i_layer + 1) % len(self._graphs)
         if attention_s > 0:
             time.sleep(attention_s)
-        slept = time.perf_counter() - begin
+        slept = time.perf_counter() - begin if attention_s > 0 else 0.0
         status = g("ggml_backend_graph_compute")(self._backend, self._graphs[i_layer])
         if status != 0:
             raise PluginError(f"layer {i_layer} did not run (status {status}): see --verbose")
-        return slept if attention_s > 0 else 0.0
+        return slept
 
     def close(self) -> None:
         g("ggml_gallocr_free")(self._work)
@@ -155,6 +158,9 @@ def weighted_sum(
     y = made[0]
     for view in list(made[1:]):
         y = g("ggml_add")(ctx, y, view)
+        made.append(y)
+    if len(made) == 1:
+        y = g("ggml_cont")(ctx, y)
         made.append(y)
     if nodes is not None:
         nodes += made

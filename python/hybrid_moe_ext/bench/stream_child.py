@@ -92,10 +92,10 @@ def main() -> None:
     of = Shape(*map(int, shape.split(",")))
     experts = StreamExperts(of, kind, n_layers, memory_bytes)
     chain = Chain(experts, random_batch(of, n_layers, n_tokens, routing), int(threads))
-    is_slow = chain.run_layer_s(0) > SLOW_S
+    is_slow = chain.run_layer_s() > SLOW_S
     print(json.dumps({"ready": True}), flush=True)
     for _ in sys.stdin:
-        print(json.dumps({"layer_s": chain.run_layer_s(0) if is_slow else chain.run().layer_s}), flush=True)
+        print(json.dumps({"layer_s": chain.run_layer_s() if is_slow else chain.run().layer_s}), flush=True)
 
 
 if __name__ == "__main__":

@@ -40,15 +40,11 @@ def row_bytes(kind: str, k: int) -> int:
     return k // n * n_bytes
 
 
-def expert_bytes(shape: Shape, kind: str) -> int:
-    """Of the three matrices, as they lie in host memory."""
-    return sum(rows * row_bytes(kind, k) for rows, k in shape.weights().values())
-
-
 class StreamExperts:
-    """Tensors of n_layers layers in the plug-in's buffer type, and their values for a check."""
+    """Tensors of n_layers layers in the plug-in's buffer type, and their values for a check. `experts_memory` as in Options: the
+    same bytes are copied or pinned once."""
 
-    def __init__(self, shape: Shape, kind: str, n_layers: int, memory_bytes: int):
+    def __init__(self, shape: Shape, kind: str, n_layers: int, memory_bytes: int, experts_memory: str = "mmap"):
         for name, (_, k) in shape.weights().items():
             if k % block_of(kind)[0]:
                 raise OptionError(
@@ -57,19 +53,28 @@ class StreamExperts:
         self.shape, self.kind, self.n_layers = shape, kind, n_layers
         self._unit = math.lcm(mmap.PAGESIZE, block_of(kind)[1])
         largest = max(rows * row_bytes(kind, k) for rows, k in shape.weights().values())
-        wanted = max(min(memory_bytes, shape.n_expert * expert_bytes(shape, kind)), largest)
+        wanted = max(min(memory_bytes, sum(self._room(name) for name in shape.weights())), largest)
         self.n_bytes = -(-wanted // self._unit) * self._unit
         self._fd = os.memfd_create("hybrid-moe-bench")
         self._ctx = context(1 << 20)
         self._region = self._size = 0
         self._buffer: Any = None
         self._scales: dict[str, NDArray[np.float32]] = {}
-        self._fill()
-        self.tensors: list[dict[str, Any]] = [self._new_tensors(i) for i in range(n_layers)]
-        if kind == "FP8":
-            self._place_scattered()
-        else:
-            self._place_mapped()
+        self.tensors: list[dict[str, Any]] = []
+        try:
+            self._fill()
+            self._place(experts_memory)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, experts_memory: str) -> None:
+        self.tensors = [self._new_tensors(i) for i in range(self.n_layers)]
+        _native.check(_native.library().hybrid_moe_choose_experts_memory(experts_memory.encode()))
+        try:
+            self._place_scattered() if self.kind == "FP8" else self._place_mapped()
+        finally:
+            _native.library().hybrid_moe_choose_experts_memory(None)
 
     def _fill(self) -> None:
         n_values, n_bytes = block_of(self.kind)

@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_swiglu_split": (P, [P, P, P]),
     "ggml_mul": (P, [P, P, P]),
     "ggml_add": (P, [P, P, P]),
+    "ggml_cont": (P, [P, P]),
     "ggml_new_graph": (P, [P]),
     "ggml_build_forward_expand": (None, [P, P]),
     "ggml_graph_add_node": (None, [P, P]),

@@ -12,8 +12,9 @@ from typing import Any
 from .. import _native
 from .graph import Shape
 
-MIN_TOKENS = 64  # slp=auto keeps shorter batches on the CPU without asking (cpp/stream/decide.cpp)
+MIN_TOKENS = 64  # slp=auto keeps shorter batches on the CPU without asking (min_automatic_tokens of cpp/stream)
 MOST_TOKENS = 1 << 20
+FP8_ON_DEVICE = "codes cross the link"  # a device's "fp8": expanded there, not on the host
 
 
 def report() -> dict[str, Any]:
@@ -90,43 +91,64 @@ def rates_of(told: dict[str, Any]) -> Rates | None:
     )  # fmt: skip
 
 
-def threshold(rates: Rates, shape: Shape, expert_bytes: int) -> int | None:
-    """The smallest number of tokens, with even routing, that the plug-in's model sends to the devices; None: none does.
-    `expert_bytes`: on the link."""
+def threshold(rates: Rates, shape: Shape, expert_bytes: int, cpu_slowdown: float | None) -> int | None:
+    """The smallest number of tokens, with even routing, that the plug-in's model gives to the devices or to devices and CPU
+    together; None: none. `expert_bytes`: as they are stored. `cpu_slowdown`: of a CPU that also feeds devices; None: it does
+    not help."""
 
     def streams(n_tokens: int) -> bool:
-        return _devices_s(rates, shape, expert_bytes, n_tokens) < _cpu_s(rates, shape, n_tokens)
+        return _streamed_s(rates, shape, expert_bytes, n_tokens, cpu_slowdown) < _cpu_s(rates, shape, n_tokens, 1.0)
 
-    low, high = MIN_TOKENS, MIN_TOKENS
+    high = MIN_TOKENS
     while not streams(high):
-        low, high = high, 2 * high
+        high *= 2
         if high > MOST_TOKENS:
             return None
+    low = MIN_TOKENS if high == MIN_TOKENS else high // 2
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if streams(middle) else (middle, high)
-    return high if high == MIN_TOKENS or not streams(low) else low
+    return high
+
+
+def cpu_slowdown(n_threads: int, n_devices: int) -> float:
+    """A thread less per device (helping_threads of cpp/stream/streams_pass.h)."""
+    return n_threads / max(1, n_threads - n_devices)
 
 
 def _active(shape: Shape, n_tokens: int) -> float:
     return shape.n_expert * (1 - (1 - shape.n_used / shape.n_expert) ** n_tokens)
 
 
-def _cpu_s(rates: Rates, shape: Shape, n_tokens: int) -> float:
-    return _active(shape, n_tokens) * rates.cpu_per_expert + n_tokens * shape.n_used * rates.cpu_per_row
+def _cpu_s(rates: Rates, shape: Shape, n_tokens: int, share: float) -> float:
+    return share * (_active(shape, n_tokens) * rates.cpu_per_expert + n_tokens * shape.n_used * rates.cpu_per_row)
 
 
-def _devices_s(rates: Rates, shape: Shape, expert_bytes: int, n_tokens: int) -> float:
-    """Every device's two stages overlap; activations go to every device and come back."""
-    n = round(_active(shape, n_tokens))
-    rows = n_tokens * shape.n_used / max(n, 1)
+def _streamed_s(rates: Rates, shape: Shape, expert_bytes: int, n_tokens: int, slowdown: float | None) -> float:
+    """With the CPU's share where both end together, found by halving as the plug-in does."""
+    n = max(1, round(_active(shape, n_tokens)))
+    rows = n_tokens * shape.n_used / n
+    activations = 2 * 4 * n_tokens * shape.n_embd * max(rates.copy_per_byte)
+    alone = _devices_s(rates, n, rows, expert_bytes)
+    if slowdown is None:
+        return alone + activations
+    low, high = 0, n
+    while low < high:
+        middle = (low + high + 1) // 2
+        cpu = slowdown * _cpu_s(rates, shape, n_tokens, middle / n)
+        low, high = (middle, high) if cpu <= _devices_s(rates, n - middle, rows, expert_bytes) else (low, middle - 1)
+    both = max(slowdown * _cpu_s(rates, shape, n_tokens, low / n), _devices_s(rates, n - low, rows, expert_bytes))
+    return (min(alone, both) if low < n else alone) + activations
+
+
+def _devices_s(rates: Rates, n_experts: int, rows: float, expert_bytes: int) -> float:
+    """Every device's two stages, copying and computing, overlap."""
     copy_free, compute_free = [0.0] * len(rates.copy_per_byte), [0.0] * len(rates.copy_per_byte)
-    for _ in range(n):
+    for _ in range(n_experts):
         ends = []
         for d, per_byte in enumerate(rates.copy_per_byte):
             there = copy_free[d] + expert_bytes * per_byte
             ends.append((max(there, compute_free[d]) + rows * rates.compute_per_row[d], there, d))
         end, there, d = min(ends)
         copy_free[d], compute_free[d] = there, end
-    activations = 2 * 4 * n_tokens * shape.n_embd
-    return max(compute_free) + activations * max(rates.copy_per_byte)
+    return max(compute_free)

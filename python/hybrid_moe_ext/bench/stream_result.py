@@ -21,6 +21,7 @@ class DeviceFigures:
     wall_gbps: float  # experts, over the whole run
     n_experts: float  # computed
     n_copied: float  # experts' worth of bytes that crossed the link
+    n_wasted: float  # of them never computed: fetched ahead in vain
     n_rows: float
     upload_ms: float
     compute_ms: float
@@ -113,7 +114,8 @@ def device_figures(
         u.name, link.up_gbps,
         u.expert_bytes / u.upload_s / 1e9 if u.upload_s else 0.0,
         u.expert_bytes / seconds / 1e9,
-        u.n_experts / n_layers, u.expert_bytes / expert_bytes / n_layers, u.n_rows / n_layers,
+        u.n_experts / n_layers, u.expert_bytes / expert_bytes / n_layers,
+        u.wasted_bytes / expert_bytes / n_layers, u.n_rows / n_layers,
         u.upload_s * 1e3 / n_layers, u.compute_s * 1e3 / n_layers, u.starved_s * 1e3 / n_layers,
         d["slots"], d["slots"] * d["slot_bytes"], d["batch_bytes"], d["host_bytes"],
     )  # fmt: skip

@@ -170,6 +170,7 @@ def _device_table(x: StreamResult) -> rich.table.Table:
         "  over the whole run": lambda d: f"{d.wall_gbps:.2f}",
         "experts computed": lambda d: f"{d.n_experts:.1f}",
         "experts copied": lambda d: f"{d.n_copied:.1f}",
+        "  in vain": lambda d: f"{d.n_wasted:.1f}",
         "copying, ms": lambda d: f"{d.upload_ms:.2f}",
         "computing, ms": lambda d: f"{d.compute_ms:.2f}",
         "waiting for copies, ms": lambda d: f"{d.starved_ms:.2f}",
