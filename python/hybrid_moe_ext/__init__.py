@@ -9,6 +9,7 @@ from ._native import Counters, Status, counters, library_path, register
 from .errors import CheckpointError, HybridMoeError, OptionError, PluginError, UnsupportedModelError
 from .llama import Llama
 from .options import Options
+from .placement import Placement
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "Llama",
     "OptionError",
     "Options",
+    "Placement",
     "PluginError",
     "Status",
     "UnsupportedModelError",
