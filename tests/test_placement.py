@@ -166,12 +166,19 @@ def test_less_memory_means_smaller_passes(see):
     assert 8192 > sizes[0] > sizes[1] > sizes[2] >= FEWEST_TOKENS
 
 
-def test_too_little_memory_for_layers_leaves_them_on_the_cpu(see):
-    seen = see(
-        "choose", n_devices=1, settings={"SIMGPU_MEMORY_MIB": 10}, model=models.twin("F32"), n_ctx=8192, slp="on"
-    )
-    assert seen["placement"]["n_gpu_layers"] == 0 and "no room for llama.cpp's buffers" in seen["text"]
-    assert seen["report"]["layers"] > 0 and len(seen["text_tokens"]) == 3
+@pytest.mark.parametrize("mib", [10, 0.2])
+@pytest.mark.parametrize("kind", ["F32", "directory"])
+def test_too_little_memory_for_layers_leaves_them_on_the_cpu(see, kind, mib):
+    """Nor for experts in the end, which is told and costs nothing but speed."""
+    model = models.fp8_directory() if kind == "directory" else models.twin(kind)
+    seen = see("choose", n_devices=1, settings={"SIMGPU_MEMORY_MIB": mib}, model=model, n_ctx=8192, slp="on")
+    assert seen["placement"]["n_gpu_layers"] == 0 and "no room for llama.cpp's buffers on SimGPU0" in seen["text"]
+    assert len(seen["text_tokens"]) == 3
+    if mib == 10:
+        assert seen["report"]["layers"] > 0 and seen["report"]["troubles"] == []
+    else:
+        assert seen["report"]["layers"] == 0 and "SimGPU0" in seen["report"]["troubles"][0]
+        assert "hardly room for experts" in seen["text"] and seen["n_ubatch"] == FEWEST_TOKENS
 
 
 def test_too_little_memory_for_what_was_asked_for_is_an_error(see):

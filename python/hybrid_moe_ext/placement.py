@@ -99,7 +99,7 @@ class Placer:
                 return model
             if model is not None:
                 C.llama_model_free(model)
-        self._why.append(f"{self._names()} has no room for llama.cpp's buffers")
+        self._why.append(f"no room for llama.cpp's buffers on {self._names()}")
         self._point_at([], params)
         return load(params)
 
