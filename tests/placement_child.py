@@ -106,6 +106,20 @@ def embedding(model: str, **options: Any) -> dict[str, Any]:
     return seen(llm) | {"embedding": llm.embed("the licence of this")}
 
 
+def stock(model: str, out: str, n_tokens: int, plugin: str) -> dict[str, Any]:
+    """A host that knows nothing of us but the plug-in's path: a stock llama_cpp.Llama, options by variables only."""
+    import llama_cpp
+
+    import models
+
+    assert h.load(plugin.encode()), "the plug-in did not load"
+    llm = llama_cpp.Llama(model, **models.OPTIONS | THREADS | {"n_gpu_layers": 99})
+    np.save(out, models.logits(llm, models.prompt(n_tokens)))
+    from hybrid_moe_ext import streamed
+
+    return {"report": streamed.report()}
+
+
 def command(arguments: list[str]) -> None:
     from hybrid_moe_ext.cli import main
 
@@ -115,5 +129,5 @@ def command(arguments: list[str]) -> None:
 if __name__ == "__main__":
     library, name, arguments = sys.argv[1:]
     assert library == "none" or h.load(library.encode()), "the simulated GPU did not load"
-    scenarios = {f.__name__: f for f in (logits, choose, refused, twice, state, embedding, command)}
+    scenarios = {f.__name__: f for f in (logits, choose, refused, twice, state, embedding, stock, command)}
     print(json.dumps(scenarios[name](**json.loads(arguments))))

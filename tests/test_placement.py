@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import models
-from hybrid_moe_ext import Llama
+from hybrid_moe_ext import Llama, library_path
+from hybrid_moe_ext.convert import convert
 from hybrid_moe_ext.expert_size import expert_size
 from hybrid_moe_ext.gpus import device_option, find_gpus
 from hybrid_moe_ext.placement import FEWEST_TOKENS, _next
@@ -165,12 +166,19 @@ def test_less_memory_means_smaller_passes(see):
     assert 8192 > sizes[0] > sizes[1] > sizes[2] >= FEWEST_TOKENS
 
 
-def test_too_little_memory_for_layers_leaves_them_on_the_cpu(see):
-    seen = see(
-        "choose", n_devices=1, settings={"SIMGPU_MEMORY_MIB": 10}, model=models.twin("F32"), n_ctx=8192, slp="on"
-    )
-    assert seen["placement"]["n_gpu_layers"] == 0 and "no room for llama.cpp's buffers" in seen["text"]
-    assert seen["report"]["layers"] > 0 and len(seen["text_tokens"]) == 3
+@pytest.mark.parametrize("mib", [10, 0.2])
+@pytest.mark.parametrize("kind", ["F32", "directory"])
+def test_too_little_memory_for_layers_leaves_them_on_the_cpu(see, kind, mib):
+    """Nor for experts in the end, which is told and costs nothing but speed."""
+    model = models.fp8_directory() if kind == "directory" else models.twin(kind)
+    seen = see("choose", n_devices=1, settings={"SIMGPU_MEMORY_MIB": mib}, model=model, n_ctx=8192, slp="on")
+    assert seen["placement"]["n_gpu_layers"] == 0 and "no room for llama.cpp's buffers on SimGPU0" in seen["text"]
+    assert len(seen["text_tokens"]) == 3
+    if mib == 10:
+        assert seen["report"]["layers"] > 0 and seen["report"]["troubles"] == []
+    else:
+        assert seen["report"]["layers"] == 0 and "SimGPU0" in seen["report"]["troubles"][0]
+        assert "hardly room for experts" in seen["text"] and seen["n_ubatch"] == FEWEST_TOKENS
 
 
 def test_too_little_memory_for_what_was_asked_for_is_an_error(see):
@@ -273,6 +281,23 @@ def test_embeddings(see):
     assert on_gpus["placement"]["devices"] and not without["placement"]["devices"]
     assert on_gpus["n_ubatch"] == without["n_ubatch"] == 128
     assert models.nmse(a, b) <= 1e-5  # flash attention's roundings
+
+
+def test_a_stock_host_streams_by_variables(see, run, tmp_path, expected):
+    """An FP8 GGUF: no GPU takes its experts, so they come here without an override."""
+    model, out = tmp_path / "fp8.gguf", tmp_path / "logits.npy"
+    convert(models.fp8_directory(), model, "f32")
+    variables = {"HYBRID_MOE_SLP": "on", "HYBRID_MOE_DEVICES": "SimGPU1", "HYBRID_MOE_CPU_HELP": "off"}
+    arguments = {"model": model, "out": out, "n_tokens": N_TOKENS, "plugin": library_path()}
+    report = see("stock", settings=variables, **arguments)["report"]
+    assert models.nmse(np.load(out), expected) <= 1e-4
+    assert report["layers"] == 2 and report["layers_on_cpu"] == 0 and report["troubles"] == []
+    assert [device["name"] for device in report["devices"]] == ["SimGPU1"] and report["devices"][0]["experts"] > 0
+    # What a Python host would be told by an exception is in the log.
+    report = see("stock", settings=variables | {"HYBRID_MOE_DEVICES": "SimGPU1,CUDA3"}, **arguments)["report"]
+    assert any("'CUDA3'" in trouble and "SimGPU0, SimGPU1" in trouble for trouble in report["troubles"])
+    done = run("stock", settings=variables | {"HYBRID_MOE_SLP": "yes"}, **arguments)
+    assert done.returncode != 0 and "HYBRID_MOE_SLP=yes" in done.stderr and "auto, on or off" in done.stderr
 
 
 def test_run_says_where_each_phase_ran(run, tmp_path):

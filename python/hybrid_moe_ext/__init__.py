@@ -10,6 +10,7 @@ from .errors import CheckpointError, HybridMoeError, OptionError, PluginError, U
 from .fits import fits
 from .llama import Llama
 from .options import Options
+from .placement import Placement
 
 __version__ = "0.1.0"
 
@@ -20,6 +21,7 @@ __all__ = [
     "Llama",
     "OptionError",
     "Options",
+    "Placement",
     "PluginError",
     "Status",
     "UnsupportedModelError",

@@ -23,7 +23,8 @@ from .loading import BufferOverrides, point
 from .options import Options
 
 # Tokens per pass, at most. A pass streams all experts: with 51 GB/s that is the time in which one GPU of today computes about so
-# many tokens (DeepSeek-V3: 13 s), so more tokens save nothing, and they take the memory that look-ahead streams into.
+# many tokens (DeepSeek-V3: 13 s), so more tokens save nothing, and they take the memory that look-ahead streams into. In host
+# memory so many cost 64 MiB in llama-cpp-python's batch, and 2 bytes per token of the pass and of the context for the mask.
 MOST_TOKENS = 16384
 # With logits for every token; each needs a row of the vocabulary in device and host memory.
 MOST_TOKENS_WITH_LOGITS = 2048
@@ -98,7 +99,7 @@ class Placer:
                 return model
             if model is not None:
                 C.llama_model_free(model)
-        self._why.append(f"{self._names()} has no room for llama.cpp's buffers")
+        self._why.append(f"no room for llama.cpp's buffers on {self._names()}")
         self._point_at([], params)
         return load(params)
 
