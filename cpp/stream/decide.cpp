@@ -180,13 +180,14 @@ StreamPlan Streams::decide(const Pass & pass, const Rates & rates) const {
     };
     plan.cpu_s     = cpu_s(rates.cpu, plan.by_rows.size());
     plan.devices_s = predict(plan.by_rows, bytes, rates.devices) + activations_s;
-    if (options_.cpu_helps && l.has_kernels() && rates.cpu.s_per_row > 0) {
+    if (options_.cpu_helps && l.has_kernels() && rates.cpu.s_per_row > 0 && !plan.by_rows.empty()) {
         const double fewer = double(pass.options.n_threads) / helping_threads(pass.options.n_threads, rates.devices.size());
         const CpuRate helping = {rates.cpu.s_per_expert * fewer, rates.cpu.s_per_row * fewer};
-        const size_t n = share_of_cpu(plan.by_rows, bytes, rates.devices, helping);
+        // Without any left for devices it would not be help.
+        const size_t n = std::min(share_of_cpu(plan.by_rows, bytes, rates.devices, helping), plan.by_rows.size() - 1);
         const std::vector<QueuedExpert> rest(plan.by_rows.begin(), plan.by_rows.end() - std::ptrdiff_t(n));
         const double both_s = std::max(cpu_s(helping, n), predict(rest, bytes, rates.devices)) + activations_s;
-        if (!rest.empty() && both_s < plan.devices_s) {
+        if (both_s < plan.devices_s) {
             plan.devices_s     = both_s;
             plan.n_cpu_experts = n;
         }

@@ -109,6 +109,10 @@ class ModelLoader:
         assert self.checkpoint is not None
         overrides = BufferOverrides(params, _EXPERTS, _native.buffer_type_handle())
         params.load_mode = C.LLAMA_LOAD_MODE_NONE
+        if self._options.dense_type == "q8_0" and _has_amx():
+            # llama.cpp puts Q8_0 weights into a layout for AMX and then stops the process when a product's input is not
+            # contiguous, as DeepSeek's are (GGML_ASSERT(*cur_backend_id != -1); stock llama.cpp 0.5.0 does on such a GGUF).
+            params.use_extra_bufts = False
         # Copies are made of the files' bytes at first use, so the load itself leaves experts alone.
         in_place = self._use_mmap or self._options.experts_memory != "mmap"
         table = _native.ExpertTable(copied=not in_place)
@@ -142,6 +146,13 @@ class ModelLoader:
                 f"{_native.DEVICE}: this host overrides where tensors go, leave such options out"
             )
         return None
+
+
+def _has_amx() -> bool:
+    try:
+        return "amx_int8" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
 
 
 def take_failure() -> str:
