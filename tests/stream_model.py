@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # forks have no threads but their own
 sys.path.insert(0, str(Path(__file__).parent / "simgpu"))
 
 import host

@@ -19,7 +19,8 @@ def environment(cache: Path) -> dict[str, str]:
         for name, value in os.environ.items()
         if name in KEPT or not name.startswith(("SIMGPU_", "HYBRID_MOE_", "GGML_BACKEND_PATH"))
     }
-    return inherited | {"XDG_CACHE_HOME": str(cache)}
+    # Scenarios fork, so nothing before that may have started threads.
+    return inherited | {"XDG_CACHE_HOME": str(cache), "OPENBLAS_NUM_THREADS": "1"}
 
 
 def crashes(seen: Any) -> list[str]:
