@@ -156,11 +156,11 @@ def _start_peers(
     for name in r.peers:
         try:
             peer = CopyThenCompute(device, experts, batch, name == "pinned")
+            stack.callback(peer.close)
+            peer.run_layer(0)  # devices compile what they compute at its first use
+            peers[name] = peer
         except PluginError as error:
             peers[name] = str(error)
-            continue
-        stack.callback(peer.close)
-        peers[name] = peer
     return peers
 
 
