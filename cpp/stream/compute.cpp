@@ -14,6 +14,9 @@ constexpr size_t max_queued = 3;
 // Graphs that are queued between two synchronisations of the instance: back ends look at a graph until then.
 constexpr size_t max_graphs = 64;
 
+// A wait for a fence that is shorter found it passed.
+constexpr int64_t no_wait_ns = 20'000;
+
 // Other devices and the caller end a job without waking this thread.
 constexpr auto poll = std::chrono::milliseconds(10);
 
@@ -161,29 +164,42 @@ void DeviceStream::submit(LayerJob & job, const ExpertGraph & graph, Slot & slot
 void DeviceStream::reap_compute(Lock & lock) {
     Slot & slot = *computing_.front();
     lock.unlock();
+    const int64_t asked = now_ns();
     slot.computed.wait();
-    const int64_t end = now_ns();
+    const int64_t seen = now_ns();
     lock.lock();
     computing_.pop_front();
     const int64_t begin = std::max(slot.begin_ns, compute_free_ns_);
-    // Between two ends that this thread woke up for, its delays cancel. Alone, an expert seems to take that much longer.
-    if (slot.begin_ns <= compute_free_ns_ || slot.n_rows > job_->route.n_rows(slot.i_expert)) {
-        chained_ns_ += end - begin;
-        chained_rows_ += slot.n_rows;
-    }
+    const int64_t end   = learn_end(slot, begin, asked, seen);
     compute_free_ns_ = end;
     if (computing_.empty()) idle_since_ = end;
     counters_.compute_ns += end - begin;
     counters_.n_experts++;
     counters_.n_rows += uint64_t(slot.n_rows);
-    if (slot.n_rows > 0) {
-        const double seen = double(end - begin) * 1e-9 / double(slot.n_rows);
-        s_per_row_ = s_per_row_ == 0 ? seen : std::min(seen, s_per_row_ * 1.1);  // the host's hiccups only make it longer
-    }
     trace_span(gpu_.name, "compute", "expert", begin, end, slot.experts->name(), slot.i_expert, slot.n_rows, 0);
     slot.state      = Slot::free;
     slot.is_claimed = slot.is_ahead = false;
     changed_.notify_all();
+}
+
+// When a computation ended, from when it was asked for and seen to have ended. Only a wait that took time shows the true end;
+// otherwise it is estimated, and the next one is asked for earlier.
+int64_t DeviceStream::learn_end(const Slot & slot, int64_t begin, int64_t asked, int64_t seen) {
+    if (slot.n_rows < 1) return seen;
+    const double rows = double(slot.n_rows);
+    if (seen - asked < no_wait_ns && s_per_row_ > 0) {
+        const int64_t end = std::clamp(begin + int64_t(rows * s_per_row_ * 1e9), begin, seen);
+        s_per_row_ *= 0.8;
+        return end;
+    }
+    const double s_per_row = double(seen - begin) * 1e-9 / rows;
+    s_per_row_ = s_per_row_ == 0 ? s_per_row : std::min(s_per_row, s_per_row_ * 1.25);  // the host's hiccups only make it longer
+    // Between two ends that this thread woke up for, its delays cancel. Alone, an expert seems to take that much longer.
+    if (slot.begin_ns <= compute_free_ns_ || job_->n_repeats > 1) {
+        chained_ns_ += seen - begin;
+        chained_rows_ += slot.n_rows;
+    }
+    return seen;
 }
 
 // Waits for all that was queued. Graphs' memory may be used again then.

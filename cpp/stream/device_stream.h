@@ -107,6 +107,7 @@ private:
     const SlotTensors & expanded(const Slot & slot);
     size_t max_computing() const;
     void reap_compute(Lock & lock);
+    int64_t learn_end(const Slot & slot, int64_t begin, int64_t asked, int64_t seen);
     void drain();
     void learn_rates();
     void end_job(LayerJob & job);
