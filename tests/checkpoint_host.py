@@ -31,6 +31,7 @@ def params() -> Any:
     p = llama.llama_model_default_params()
     p.n_gpu_layers = 0
     p.load_mode = llama.LLAMA_LOAD_MODE_NONE
+    p.use_extra_bufts = False  # on CPUs with AMX llama.cpp stops at DeepSeek's Q8_0 attention in its layouts
     return p
 
 
