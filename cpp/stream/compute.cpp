@@ -14,6 +14,9 @@ constexpr size_t max_computing = 3;
 // Graphs that are queued between two synchronisations of the instance: back ends look at a graph until then.
 constexpr size_t max_graphs = 64;
 
+// A wait for what has ended takes less.
+constexpr int64_t barely_waited_ns = 20'000;
+
 // Other devices and the caller end a job without waking this thread.
 constexpr auto poll = std::chrono::milliseconds(10);
 
@@ -141,18 +144,25 @@ void DeviceStream::submit(LayerJob & job, const ExpertGraph & graph, Slot & slot
 void DeviceStream::reap_compute(Lock & lock) {
     Slot & slot = *computing_.front();
     lock.unlock();
+    const int64_t asked = now_ns();
     slot.computed.wait();
-    const int64_t end = now_ns();
+    const int64_t seen_end = now_ns();
     lock.lock();
     computing_.pop_front();
     const int64_t begin = std::max(slot.begin_ns, compute_free_ns_);
+    // When it had ended before it was waited for, nobody knows when: not later than now, and as predicted, as far as known.
+    const bool had_ended = seen_end - asked < barely_waited_ns && s_per_row_ > 0;
+    const int64_t predicted = begin + int64_t(double(slot.n_rows) * s_per_row_ * 1e9);
+    const int64_t end = had_ended ? std::min(seen_end, predicted) : seen_end;
     compute_free_ns_ = end;
     counters_.compute_ns += end - begin;
     counters_.n_experts++;
     counters_.n_rows += uint64_t(slot.n_rows);
     if (slot.n_rows > 0) {
         const double seen = double(end - begin) * 1e-9 / double(slot.n_rows);
-        s_per_row_ = s_per_row_ == 0 ? seen : std::min(seen, s_per_row_ * 1.1);  // the host's hiccups only make it longer
+        // Predictions are better a little short than long, because nothing but a wait tells the truth: one that was too long
+        // would be its own confirmation. The host's hiccups only make it longer.
+        s_per_row_ = s_per_row_ == 0 ? seen : std::min(seen, s_per_row_ * (had_ended ? 0.9 : 1.02));
     }
     trace_span(gpu_.name, "compute", "expert", begin, end, slot.experts->name(), slot.i_expert, slot.n_rows, 0);
     slot.state      = Slot::free;
