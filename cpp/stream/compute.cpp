@@ -36,7 +36,7 @@ void DeviceStream::compute_loop() {
 
 void DeviceStream::run_job(LayerJob & job) {
     try {
-        host().ggml_backend_tensor_memset(batch_->y, 0, 0, size_t(batch_->shape.n_embd_out * batch_->shape.n_tokens) * sizeof(float));
+        batch_memory_->zero(batch_->y);
         run_experts(job, ExpertGraph(job.layer, *batch_, x_));
         drain();
         if (!job.is_cancelled()) fetch_result(job);

@@ -16,6 +16,12 @@ ggml_tensor * piece_of(ggml_context * ctx, const BatchTensors & batch, const ggm
     return t;
 }
 
+// SYCL rearranges the bytes of quantised weights at their first small product, and notes that on the tensor; but in a slot
+// the next expert's bytes follow, as they are stored. Without a place for the note it leaves weights as they are.
+void keep_as_written(const Gpu & gpu, ggml_tensor * weights) {
+    if (gpu.family == "SYCL") weights->extra = nullptr;
+}
+
 }  // namespace
 
 TensorContext::TensorContext(size_t n_tensors) {
@@ -51,6 +57,7 @@ void SlotTensors::place(const Gpu & gpu, const GpuMemory & memory, size_t offset
         for (ggml_tensor * t : *all) {
             if (!t) continue;
             memory.place(t, offset);
+            keep_as_written(gpu, t);
             offset += align_up(host().ggml_backend_buft_get_alloc_size(type, t), gpu.alignment);
         }
     }

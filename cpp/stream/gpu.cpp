@@ -29,6 +29,7 @@ std::vector<Gpu> find_gpus() {
         gpu.family      = h.ggml_backend_reg_name(h.ggml_backend_dev_backend_reg(gpu.device));
         gpu.id          = props.device_id ? props.device_id : "";
         gpu.has_events  = props.caps.events;
+        if (!props.caps.async || gpu.family == "RPC") continue;
         // Some back ends want more than they say for the offsets of what a kernel reads; 256 satisfies all that we know of.
         gpu.alignment = h.ggml_backend_buft_get_alignment(h.ggml_backend_dev_buffer_type(gpu.device));
         gpu.alignment = align_up(gpu.alignment < 256 ? 256 : gpu.alignment, 256);
@@ -56,6 +57,16 @@ void GpuMemory::place(ggml_tensor * tensor, size_t offset) const {
     if (host().ggml_backend_tensor_alloc(buffer_, tensor, base_ + offset) != GGML_STATUS_SUCCESS) {
         throw DeviceError("a tensor cannot be placed in device memory");
     }
+}
+
+void GpuMemory::pretend(ggml_tensor * tensor) const {
+    tensor->buffer = buffer_;
+    tensor->data   = base_;
+}
+
+void GpuMemory::zero(ggml_tensor * tensor) const {
+    if (!buffer_->iface.memset_tensor) throw DeviceError("the device's back end cannot fill memory");  // ggml would end the process
+    host().ggml_backend_tensor_memset(tensor, 0, 0, host().ggml_nbytes(tensor));
 }
 
 HostMemory::HostMemory(const Gpu & gpu, size_t n_bytes) {

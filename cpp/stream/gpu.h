@@ -35,7 +35,8 @@ struct Gpu {
     void memory(size_t & n_free, size_t & n_total) const;
 };
 
-// All devices of type GPU (integrated ones share the host's memory: there is nothing to stream).
+// All devices of type GPU (integrated ones share the host's memory: there is nothing to stream), except those whose back end
+// copies only while the caller waits, which would hide nothing, and those of other machines (RPC).
 std::vector<Gpu> find_gpus();
 
 // Device memory. Tensors are placed in it by hand, so that nothing is allocated between layers.
@@ -53,8 +54,12 @@ public:
 
     size_t size() const { return size_; }
     uint8_t * base() const { return base_; }  // not an address of this process
-    // `offset` is a multiple of the device's alignment. Throws DeviceError.
+    // `offset` is a multiple of the device's alignment. Back ends may write to what pads the tensor. Throws DeviceError.
     void place(ggml_tensor * tensor, size_t offset) const;
+    // As if it lay here, for questions to the device about an operation: nothing is written.
+    void pretend(ggml_tensor * tensor) const;
+    // All of a tensor that lies here; done when it returns. Throws DeviceError: some back ends cannot.
+    void zero(ggml_tensor * tensor) const;
 
 private:
     ggml_backend_buffer_t buffer_;
