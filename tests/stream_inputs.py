@@ -91,5 +91,10 @@ def all_ways() -> Any:
     }
 
 
+def any_copy_fails() -> Any:
+    """Also the copies that hand the input over: each way of failing at one of the first copies."""
+    return {str(n): run(ON | {"SIMGPU_FAIL_COPY": n}, n_passes=2) for n in range(1, 40)}
+
+
 if __name__ == "__main__":
     print(json.dumps(globals()[sys.argv[2]](*sys.argv[3:])))

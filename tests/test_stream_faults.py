@@ -160,3 +160,13 @@ def test_trace_is_whole(simgpu, tmp_path):
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == lane)
         overlap = [(a, b) for a, b in itertools.pairwise(spans) if a[1] > b[0] + 1e-3]
         assert not overlap, lane  # one thing at a time
+
+
+def test_a_damaged_input_on_a_device_is_never_computed_with(simgpu, tmp_path):
+    """Right, or an error that says so; NaN is neither."""
+    outcomes = set()
+    for n, case in run(simgpu, tmp_path, "stream_inputs", "any_copy_fails").items():
+        for one in case["passes"]:
+            outcomes.add(one["status"])
+            assert one["nmse"] <= 1e-9 if one["status"] == 0 else any("is damaged" in line for line in case["log"]), n
+    assert outcomes == {0, -1}, "both were met"

@@ -5,6 +5,7 @@
 #include "stream/trace.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 
@@ -37,6 +38,16 @@ DeviceInput beside_y(const DeviceInput & x, MoeLayer & layer, Workspace & work) 
         host().ggml_backend_tensor_get(tensor, bytes.data(), 0, bytes.size());
         return true;
     }};
+}
+
+bool is_finite_input(const MoeLayer & l) {
+    for (int64_t t = 0; t < l.ids.n_tokens; t++) {
+        const float * row = reinterpret_cast<const float *>(l.x + t * l.x_token_stride);
+        for (int64_t i = 0; i < l.up.weights.shape.k; i++) {
+            if (!std::isfinite(row[i])) return false;
+        }
+    }
+    return true;
 }
 
 }  // namespace
@@ -201,6 +212,7 @@ void Streams::look_ahead(const std::vector<size_t> & devices, const LayerExperts
 void Streams::count_failure(size_t i_device, const LayerJob & job) {
     const std::string & name = devices_[i_device]->gpu().name;
     note("failure " + name, job.reason + " while it ran experts of " + job.experts->name() + "; the CPU computes the layer instead");
+    n_failed_jobs_++;
     if (++n_failures_[i_device] == max_failures) {
         note("given up " + name, name + " failed several times in a row: experts are not streamed to it any more");
     }
@@ -290,10 +302,17 @@ RunStatus Streams::run_pass(Pass & pass, char * error) {
         return RunStatus::failed;
     }
     std::vector<std::unique_lock<std::mutex>> leases;
+    const uint64_t n_failed_before = n_failed_jobs_;
     const auto on_cpu = [&] {
         leases.clear();  // others may stream meanwhile
         if (pass.x && !pass.x->to_host()) {
             snprintf(error, 512, "%s: the device lost the input of %s", pass.x->gpu->name.c_str(), pass.experts->name().c_str());
+            return RunStatus::failed;
+        }
+        // The copy that failed may have been the one that brought the input.
+        if (pass.x && n_failed_jobs_ != n_failed_before && !is_finite_input(pass.layer)) {
+            snprintf(error, 512, "%s: the device failed, and the input of %s that it held is damaged; load the model without it (devices)",
+                     pass.x->gpu->name.c_str(), pass.experts->name().c_str());
             return RunStatus::failed;
         }
         n_on_cpu_++;

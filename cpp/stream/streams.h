@@ -121,6 +121,7 @@ private:
     std::map<ggml_type, bool>                  takes_;
     std::map<std::string, double>              stock_s_per_row_;  // by kind of layer
     std::unique_ptr<std::atomic<int>[]>        n_failures_;  // in a row, per device
+    std::atomic<uint64_t>                      n_failed_jobs_{0};
     std::atomic<uint64_t>                      n_streamed_{0}, n_on_cpu_{0};  // layers that might have been streamed
     std::atomic<uint64_t>                      n_cpu_experts_{0};             // experts that the CPU took of streamed layers
 };
