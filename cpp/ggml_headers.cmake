@@ -8,11 +8,19 @@ if(NOT EXISTS "${ggml_root}/src/ggml-backend-impl.h")
   if(archive STREQUAL "")
     find_package(Python3 REQUIRED COMPONENTS Interpreter)
     message(STATUS "Fetching llama-cpp-python ${HYBRID_MOE_LLAMA_VERSION} for its ggml headers")
-    execute_process(
-      COMMAND "${Python3_EXECUTABLE}" -m pip download --quiet --no-deps --no-build-isolation
-              --no-binary llama-cpp-python --dest "${sdist_dir}" "llama-cpp-python==${HYBRID_MOE_LLAMA_VERSION}"
-      RESULT_VARIABLE failed ERROR_VARIABLE reason)
+    # pip asks the package's own build back end for its name: the one at hand inside a wheel's isolated build, else pip's.
+    foreach(isolation "--no-build-isolation" "")
+      execute_process(
+        COMMAND "${Python3_EXECUTABLE}" -m pip download --quiet --no-deps ${isolation}
+                --no-binary llama-cpp-python --dest "${sdist_dir}" "llama-cpp-python==${HYBRID_MOE_LLAMA_VERSION}"
+        RESULT_VARIABLE failed ERROR_VARIABLE reason)
+      if(NOT failed)
+        break()
+      endif()
+    endforeach()
     if(failed)
+      string(STRIP "${reason}" reason)
+      string(REGEX REPLACE ".*\n" "" reason "${reason}")  # pip's last line says it
       message(FATAL_ERROR "llama-cpp-python ${HYBRID_MOE_LLAMA_VERSION} could not be fetched: ${reason}\n"
               "Without a network pass -DHYBRID_MOE_LLAMA_SDIST=/path/to/llama_cpp_python-${HYBRID_MOE_LLAMA_VERSION}.tar.gz")
     endif()

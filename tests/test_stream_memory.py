@@ -70,7 +70,6 @@ def test_pinned_experts_are_not_staged(device_library, devices):
         ({"SIMGPU_FAIL_HOST_ALLOC": "1+"}, "no device pins"),
         ({"SIMGPU_HOST_MEMORY_MIB": 1}, "no device pins"),
         ({"HYBRID_MOE_PINNED_GIB": 0.0001}, "the budget of 0 MiB of pinned memory is used up"),
-        ({"HYBRID_MOE_DEVICES": "none"}, "there is no device to pin it for"),
     ),
 )
 def test_what_cannot_be_pinned_is_copied_and_staged(device_library, variables, trouble):
@@ -79,6 +78,14 @@ def test_what_cannot_be_pinned_is_copied_and_staged(device_library, variables, t
     assert [t for t in seen["memory_troubles"] if trouble in t], seen["memory_troubles"]
     assert log.count("experts_memory=pinned") == 1, "said once"
     assert not any(d["direct_bytes"] for d in seen["report"]["devices"])
+
+
+def test_without_a_device_nothing_is_copied_for_one(device_library):
+    seen, log = run(
+        device_library, "in_files", HYBRID_MOE_EXPERTS_MEMORY="pinned", HYBRID_MOE_DEVICES="none", HYBRID_MOE_SLP="auto"
+    )
+    assert max(seen["nmse"]) <= BF16 and log.count("they stay in their files") == 1
+    assert [t for t in seen["memory_troubles"] if "no device to pin experts for" in t]
 
 
 @pytest.mark.parametrize(("slp", "on_cpu"), (("on", 0), ("auto", None)))

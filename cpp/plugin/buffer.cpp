@@ -123,6 +123,8 @@ void keep_in_memory(const BufferContext & ctx, const ggml_tensor * tensor, std::
         pin_mapping(tensor, *experts);  // stock kernels read the mapping: a copy would be a second one
     } else if (!experts) {
         note_trouble("no file", "experts_memory=copy: the host's memory is of no file: experts stay where it put them");
+    } else if (pinned && Streams::get().gpus().empty()) {
+        note_trouble("pinning", "experts_memory=pinned: there is no device to pin experts for; they stay in their files (mmap)");
     } else if (!pinned) {
         experts->copy_to_memory();
     } else if (experts->source(0) != data || !pin_mapping(tensor, *experts)) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -17,20 +18,27 @@ def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(c) for c in command], capture_output=True, text=True)
 
 
-@cache
 def library(folder: Path) -> Path:
     """The library, built in `folder`; or the one that LIBGGML_SIMGPU names (a sanitizer build, for one).
     Skips where nothing can be built."""
     if chosen := os.environ.get("LIBGGML_SIMGPU"):
         return Path(chosen)
+    built = _build(folder)
+    return built if isinstance(built, Path) else pytest.skip(built)
+
+
+@cache
+def _build(folder: Path) -> Path | str:
+    """The library, or why it cannot be built here."""
     if not shutil.which("cmake") or not (shutil.which("c++") or os.environ.get("CXX")):
-        pytest.skip("no CMake or no C++ compiler on this machine")
-    options = ["-DCMAKE_CXX_FLAGS_RELEASE=-O1"]  # half the time to build, and nothing here is slow
+        return "no CMake or no C++ compiler on this machine"
+    # Half the time to build, and nothing here is slow.
+    options = ["-DCMAKE_CXX_FLAGS_RELEASE=-O1", f"-DPython3_EXECUTABLE={sys.executable}"]
     if archive := os.environ.get("LLAMA_CPP_SDIST"):
         options.append(f"-DHYBRID_MOE_LLAMA_SDIST={archive}")
     configured = _run("cmake", "-S", SOURCE, "-B", folder, *options)
     if "could not be fetched" in configured.stderr:
-        pytest.skip("llama.cpp's headers cannot be fetched here: LLAMA_CPP_SDIST names the source archive for that")
+        return "llama.cpp's headers cannot be fetched here: LLAMA_CPP_SDIST names the source archive for that"
     assert configured.returncode == 0, configured.stderr
     built = _run("cmake", "--build", folder, "--parallel", "2")
     assert built.returncode == 0, built.stdout + built.stderr
