@@ -181,7 +181,7 @@ std::vector<size_t> Streams::ready_devices(const Pass & pass, const DeviceIndex 
 // The n busiest of the next layer, as many as devices take of this one.
 void Streams::look_ahead(const std::vector<size_t> & devices, const LayerExperts & experts, size_t n_experts) {
     const auto next = ahead_.next(experts, guess_);
-    if (!next) return;
+    if (!next || !next->may_be_read_ahead()) return;
     const std::vector<DeviceRate> rates = rates_of(devices);
     std::vector<std::vector<int64_t>> shares(devices.size());
     std::vector<int64_t> likely = ahead_.likely(*next);
