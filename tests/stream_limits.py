@@ -61,7 +61,19 @@ def elsewhere(where: str) -> Any:
     return fork(ON, work)
 
 
-SCENARIOS = {f.__name__: f for f in (two_sizes, elsewhere)}
+def named_twice() -> Any:
+    layers, x, routes = chain(np.random.default_rng(72), 1, 64, n_embd=64, n_ff=96, n_expert=8)
+
+    def work(started: Started) -> Any:
+        model = Model(layers, len(x))
+        model.compute(x, routes)
+        model.free()
+        return {"devices": [d["name"] for d in report()["devices"]], "log": started.ours()}
+
+    return fork(ON | {"HYBRID_MOE_DEVICES": "SimGPU0,SimGPU0"}, work)
+
+
+SCENARIOS = {f.__name__: f for f in (two_sizes, elsewhere, named_twice)}
 
 if __name__ == "__main__":
     print(json.dumps(SCENARIOS[sys.argv[2]](*sys.argv[3:])))

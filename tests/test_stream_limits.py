@@ -22,3 +22,7 @@ def test_only_memory_whose_end_we_learn_is_read_ahead(simgpu, tmp_path, where):
     assert all(p["status"] == 0 and p["nmse"] < 1e-12 for p in seen["passes"]), seen
     assert seen["streamed"] == 9 and seen["log"] == []
     assert (seen["ahead_bytes"] > 0) == (where == "ours")
+
+
+def test_a_device_named_twice_is_one(simgpu, tmp_path):
+    assert run(simgpu, tmp_path, "stream_limits", "named_twice") == {"devices": ["SimGPU0"], "log": []}

@@ -74,7 +74,7 @@ void Streams::open() {
         const auto named = std::find(wanted.begin(), wanted.end(), gpu.name);
         if (!options_.all_devices && named == wanted.end()) continue;
         if (options_.all_devices && is_open_by_other_name(gpu)) continue;  // CUDA0 and Vulkan0 may be one GPU
-        if (named != wanted.end()) wanted.erase(named);
+        std::erase(wanted, gpu.name);  // however often it is named
         try {
             devices_.push_back(std::make_unique<DeviceStream>(gpu, options_.device));
         } catch (const std::exception & e) {
