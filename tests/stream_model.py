@@ -68,7 +68,14 @@ def nmse(y: np.ndarray, truth: np.ndarray) -> float:
 class Model:
     """Layers in one graph with their weights loaded once; run as often as wanted."""
 
-    def __init__(self, layers: list[Layer], n_tokens: int, abort: Callable[[], bool] | None = None, n_x_slots: int = 1):
+    def __init__(
+        self,
+        layers: list[Layer],
+        n_tokens: int,
+        abort: Callable[[], bool] | None = None,
+        n_x_slots: int = 1,
+        home: str = "HybridMoE",  # the device whose kind of buffer holds everything
+    ):
         self.layers, self.graph = layers, LayerGraph(layers, n_tokens, plain_sum=False, n_x_slots=n_x_slots)
         self.abort = ABORT_CALLBACK(lambda _: abort()) if abort else None
         self.open = contextlib.ExitStack()
@@ -82,7 +89,8 @@ class Model:
                     name, w = self.graph.experts[tensor]
                     table.add(expert_files(self.folder / f"{name}.bin", w, name))
                 loading.enter_context(table)
-            self.buffer = G.ggml_backend_alloc_ctx_tensors(self.graph.ctx, self.backend)
+            buffer_type = host.dev_buffer_type(G.ggml_backend_dev_by_name(home.encode()))
+            self.buffer = host.alloc_tensors(self.graph.ctx, buffer_type)
         assert self.buffer
         for tensor, (_, w) in self.graph.experts.items():
             if tensor not in in_files:

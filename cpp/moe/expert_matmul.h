@@ -20,6 +20,7 @@ struct ExpertWeights {
     size_t              expert_bytes = 0;
     ExpertTensor *      scattered    = nullptr;
     int                 host_type    = 0;  // the host's number of the type
+    bool                end_is_told  = false;  // they lie in a buffer of ours: Streams::forget is called before it goes
 
     const std::vector<RowPart> & parts() const {
         static const std::vector<RowPart> none;

@@ -165,6 +165,12 @@ ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
     }
 }
 
+// Before something writes to a tensor of this buffer: devices may have, or be reading, the experts that are there now.
+void forget_experts_in(ggml_backend_buffer_t buffer, const ggml_tensor * tensor) {
+    ExpertTensor::Shape shape;
+    if (context_of(buffer).has_experts && is_expert_weight(tensor, shape)) Streams::get().forget();
+}
+
 // Whether the tensor's own memory is empty because its bytes lie in a checkpoint's files.
 bool lies_elsewhere(const ggml_tensor * tensor) {
     const ExpertTensor * experts = experts_behind(tensor);
@@ -178,13 +184,13 @@ bool refuse_write(const ggml_tensor * tensor) {
     return true;
 }
 
-void memset_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
+void memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
+    forget_experts_in(buffer, tensor);
     if (!refuse_write(tensor)) memset(static_cast<uint8_t *>(tensor->data) + offset, value, size);
 }
 
 void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
-    ExpertTensor::Shape shape;
-    if (context_of(buffer).has_experts && is_expert_weight(tensor, shape)) Streams::get().forget();  // a device may have the old bytes
+    forget_experts_in(buffer, tensor);
     if (!refuse_write(tensor)) memcpy(static_cast<uint8_t *>(tensor->data) + offset, data, size);
 }
 
@@ -206,17 +212,19 @@ void get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, 
     }
 }
 
-bool cpy_tensor(ggml_backend_buffer_t, const ggml_tensor * src, ggml_tensor * dst) {
+bool cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, ggml_tensor * dst) {
     if (!src->buffer || !src->buffer->buft->iface.is_host || !src->buffer->buft->iface.is_host(src->buffer->buft)) {
         return false;
     }
     if (lies_elsewhere(src) || refuse_write(dst)) return false;
+    forget_experts_in(buffer, dst);
     memcpy(dst->data, src->data, host().ggml_nbytes(src));
     return true;
 }
 
 void clear(ggml_backend_buffer_t buffer, uint8_t value) {
     BufferContext & ctx = context_of(buffer);
+    if (ctx.has_experts) Streams::get().forget();
     if (ctx.owned && value == 0) {  // fresh anonymous pages are zero already; give used ones back instead of writing
         madvise(ctx.base, ctx.size, MADV_DONTNEED);
     } else {

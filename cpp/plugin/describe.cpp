@@ -117,6 +117,7 @@ ExpertWeights weights_of(const ggml_tensor * w) {
     e.name = w->name;
     if (refusal_of_weights(w) || !weight_type_of(w->type, e.shape.type)) e.shape.type = WeightType::foreign;
     e.host_type       = w->type;
+    e.end_is_told     = is_our_buffer(w->buffer);
     e.shape.n_expert  = w->ne[2];
     e.shape.n_rows    = w->ne[1];
     e.shape.k         = w->ne[0];

@@ -80,6 +80,7 @@ const Host & host() { return bound; }
 const char * missing_for_streaming() {
     const Host & h = bound;
     HYBRID_MOE_STREAM_FUNCTIONS(HYBRID_MOE_CHECK)
+    if (!h.ggml_backend_dev_by_name) return "ggml_backend_dev_by_name";
     if (!h.ggml_backend_dev_count) return "ggml_backend_dev_count";
     return h.ggml_backend_dev_get ? nullptr : "ggml_backend_dev_get";
 }

@@ -54,6 +54,7 @@ void DeviceStream::end_job(LayerJob & job) {
         drain();
     } catch (const std::exception & e) {
         const Lock lock(mutex_);
+        computing_.clear();  // nothing of it will end
         fail(e.what());
     }
     Lock lock(mutex_);

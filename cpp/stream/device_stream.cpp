@@ -8,7 +8,6 @@
 namespace hybrid_moe {
 namespace {
 
-constexpr size_t result_chunk  = size_t(4) << 20;
 constexpr int    result_chunks = 3;
 constexpr size_t n_areas       = 2;  // for expanded FP8
 
@@ -16,7 +15,7 @@ constexpr size_t n_areas       = 2;  // for expanded FP8
 
 DeviceStream::DeviceStream(const Gpu & gpu, const StreamSettings & settings)
     : gpu_(gpu), settings_(settings), upload_(gpu_), compute_(std::make_unique<Instance>(gpu_)), n_freed_(GpuMemory::n_freed()), filler_(gpu_, settings.copy_threads),
-      result_(gpu_, result_chunk, result_chunks), result_crew_(settings.copy_threads), last_use_ns_(now_ns()) {
+      result_(gpu_, result_piece_bytes, result_chunks), result_crew_(settings.copy_threads), last_use_ns_(now_ns()) {
     expander_ = find_fp8_expander(gpu_, why_no_expander_);
     upload_thread_  = std::thread([this] { upload_loop(); });
     compute_thread_ = std::thread([this] { compute_loop(); });
@@ -80,49 +79,68 @@ void DeviceStream::make_expanded(const LayerExperts & experts, Fp8Form form) {
     }
 }
 
+// Memory of at least n_bytes for batches. The ring was built around a smaller one, or leaves it no room since less is free: it
+// goes then. With the lock held, and nothing being computed.
+void DeviceStream::make_batch_memory(Lock & lock, size_t n_bytes, size_t at_most) {
+    if (batch_memory_ && batch_memory_->size() >= n_bytes && batch_memory_->size() <= at_most) return;
+    if (batch_memory_) drop_slots(lock);
+    batch_.reset();
+    batch_memory_.reset();
+    batch_memory_ = std::make_unique<GpuMemory>(gpu_, n_bytes);
+}
+
+// Two slots at least, and as many more as `room` allows and a layer of n_experts can use. With the lock held.
+void DeviceStream::make_ring(size_t room, size_t n_experts) {
+    if (settings_.ring_bytes) room = std::min(room, settings_.ring_bytes);
+    const size_t affordable = std::max<size_t>(2, room / slot_bytes_);
+    // Others may have taken memory since the ring was built. Slots with experts that were fetched ahead stay for now.
+    for (size_t i = slots_.size(); i-- > 0 && slots_.size() > affordable;) {
+        if (slots_[i]->state == Slot::free) slots_.erase(slots_.begin() + std::ptrdiff_t(i));
+    }
+    const size_t wanted = std::min(affordable, std::max<size_t>(2, n_experts));
+    while (slots_.size() < wanted) {
+        try {
+            slots_.push_back(std::make_unique<Slot>(gpu_, slot_bytes_));
+        } catch (const DeviceError &) {
+            if (slots_.size() >= 2) return;  // less was free than the device said
+            throw;
+        }
+    }
+}
+
+void DeviceStream::check_support(const MoeLayer & layer, const LayerExperts & experts) const {
+    SlotTensors tensors(experts, Fp8Form::bf16);
+    tensors.pretend(slots_[0]->memory);
+    const TensorContext scratch(ExpertGraph::max_nodes);
+    if (const ggml_tensor * node = ExpertGraph(layer, *batch_, x_).unsupported(gpu_, scratch, tensors)) {
+        throw DeviceError(gpu_.name + ": the device cannot compute " + host().ggml_op_name(node->op) + " of " +
+                          (node->src[0] ? host().ggml_type_name(node->src[0]->type) : "?") + " as this layer (" + experts.name() +
+                          ") needs it");
+    }
+}
+
 void DeviceStream::make_room(const MoeLayer & layer, const LayerExperts & experts, const BatchShape & shape, ggml_tensor * x) {
-    const size_t may = budget();
-    const Fp8Form form = form_of(experts);
+    const size_t may        = budget();
+    const Fp8Form form      = form_of(experts);
     const size_t slot_bytes = SlotTensors(experts, form).n_bytes(gpu_);
-    const size_t areas = least_bytes(experts) - 2 * slot_bytes;
+    const size_t least      = least_bytes(experts);
     auto batch = std::make_unique<BatchTensors>(shape, x != nullptr);
     const size_t batch_bytes = batch->n_bytes(gpu_);
     Lock lock(mutex_);
     last_use_ns_ = now_ns();
     given_back_.clear();
-    const size_t least = batch_bytes + least_bytes(experts);
-    if (least > may) {
+    if (batch_bytes + least > may) {
         throw DeviceError(gpu_.name + ": " + std::to_string(may >> 20) + " MiB of its memory may be used, and two experts with a batch of " +
-                          std::to_string(shape.n_tokens) + " tokens need " + std::to_string(least >> 20) + " MiB");
+                          std::to_string(shape.n_tokens) + " tokens need " + std::to_string((batch_bytes + least) >> 20) + " MiB");
     }
-    if (slot_bytes > slot_bytes_) drop_slots(lock);
-    if (!batch_memory_ || batch_memory_->size() < batch_bytes || batch_memory_->size() + least_bytes(experts) > may) {
-        // The ring was built around the smaller batch, or the larger one leaves no room since less memory is free.
-        if (batch_memory_) drop_slots(lock);
-        batch_.reset();
-        batch_memory_.reset();
-        batch_memory_ = std::make_unique<GpuMemory>(gpu_, batch_bytes);
-    }
-    make_expanded(experts, form);
+    make_batch_memory(lock, batch_bytes, may - least);
+    const size_t areas = least - 2 * slot_bytes;
+    const size_t room  = may - batch_memory_->size() - areas;
+    // All slots are of one size; made for the experts of another layer they may be too small, or two of them too much by now.
+    if (slot_bytes > slot_bytes_ || 2 * slot_bytes_ > room) drop_slots(lock);
     if (slots_.empty()) slot_bytes_ = slot_bytes;
-    const size_t taken = batch_memory_->size() + areas;
-    size_t ring = may > taken ? may - taken : 0;
-    if (settings_.ring_bytes) ring = std::min(ring, settings_.ring_bytes);
-    const size_t affordable = std::max<size_t>(2, ring / slot_bytes_);
-    // Others may have taken memory since the ring was built. Slots with experts that were fetched ahead stay for now.
-    for (size_t i = slots_.size(); i-- > 0 && slots_.size() > affordable;) {
-        if (slots_[i]->state == Slot::free) slots_.erase(slots_.begin() + std::ptrdiff_t(i));
-    }
-    // A whole layer in the ring is all that look-ahead can use.
-    const size_t wanted = std::min(affordable, size_t(std::max<int64_t>(2, experts.n_expert())));
-    while (slots_.size() < wanted) {
-        try {
-            slots_.push_back(std::make_unique<Slot>(gpu_, slot_bytes_));
-        } catch (const DeviceError &) {
-            if (slots_.size() >= 2) break;  // less was free than the device said
-            throw;
-        }
-    }
+    make_expanded(experts, form);
+    make_ring(room, size_t(experts.n_expert()));
     if (n_freed_ != GpuMemory::n_freed()) {
         const uint64_t n_freed = GpuMemory::n_freed();
         compute_ = std::make_unique<Instance>(gpu_);
@@ -131,14 +149,7 @@ void DeviceStream::make_room(const MoeLayer & layer, const LayerExperts & expert
     batch_ = std::move(batch);
     batch_->place(gpu_, *batch_memory_);
     x_ = x ? x : batch_->x;
-    if (n_contexts_used_ == 0 && contexts_.empty()) contexts_.push_back(std::make_unique<TensorContext>(ExpertGraph::max_nodes));
-    SlotTensors tensors(experts, Fp8Form::bf16);
-    tensors.place(gpu_, form == Fp8Form::codes ? expanded_[0]->memory : slots_[0]->memory);
-    const TensorContext scratch(ExpertGraph::max_nodes);
-    if (const ggml_tensor * node = ExpertGraph(layer, *batch_, x_).unsupported(gpu_, scratch, tensors)) {
-        throw DeviceError(gpu_.name + ": the device cannot compute " + host().ggml_op_name(node->op) + " of " +
-                          (node->src[0] ? host().ggml_type_name(node->src[0]->type) : "?") + " as this layer (" + experts.name() + ") needs it");
-    }
+    check_support(layer, experts);
 }
 
 std::vector<int64_t> DeviceStream::there(const LayerExperts & experts) {

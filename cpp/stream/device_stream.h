@@ -116,6 +116,9 @@ private:
     const TensorContext & next_context();
 
     Fp8Form form_of(const LayerExperts & experts) const;
+    void make_batch_memory(Lock & lock, size_t n_bytes, size_t at_most);
+    void make_ring(size_t room, size_t n_experts);
+    void check_support(const MoeLayer & layer, const LayerExperts & experts) const;
     void make_expanded(const LayerExperts & experts, Fp8Form form);
     void drop_slots(Lock & lock);
     void drop_ahead();

@@ -51,7 +51,8 @@ size_t SlotTensors::n_bytes(const Gpu & gpu) const {
     return n;
 }
 
-void SlotTensors::place(const Gpu & gpu, const GpuMemory & memory, size_t offset) {
+void SlotTensors::place(const Gpu & gpu, const GpuMemory & memory) {
+    size_t offset = 0;
     ggml_backend_buffer_type_t type = host().ggml_backend_dev_buffer_type(gpu.device);
     for (const auto * all : {&parts, &scales}) {
         for (ggml_tensor * t : *all) {
@@ -60,6 +61,12 @@ void SlotTensors::place(const Gpu & gpu, const GpuMemory & memory, size_t offset
             keep_as_written(gpu, t);
             offset += align_up(host().ggml_backend_buft_get_alloc_size(type, t), gpu.alignment);
         }
+    }
+}
+
+void SlotTensors::pretend(const GpuMemory & memory) const {
+    for (ggml_tensor * t : parts) {
+        if (t) memory.pretend(t);
     }
 }
 

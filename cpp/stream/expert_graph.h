@@ -44,7 +44,8 @@ struct SlotTensors {
     SlotTensors(const LayerExperts & experts, Fp8Form form);
 
     size_t n_bytes(const Gpu & gpu) const;  // that the place must have
-    void place(const Gpu & gpu, const GpuMemory & memory, size_t offset = 0);
+    void place(const Gpu & gpu, const GpuMemory & memory);
+    void pretend(const GpuMemory & memory) const;  // as GpuMemory does: slots in use stay as they are
 
     ggml_tensor * part(Part p) const { return parts[size_t(p)]; }
 

@@ -120,8 +120,9 @@ void Fence::set(Instance & instance) {
 }
 
 void Fence::wait() {
-    if (is_set_) host().ggml_backend_event_synchronize(event_);
-    is_set_ = false;
+    const bool was_set = is_set_;
+    is_set_ = false;  // also when the device is lost and this throws
+    if (was_set) host().ggml_backend_event_synchronize(event_);
 }
 
 }  // namespace hybrid_moe

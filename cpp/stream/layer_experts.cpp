@@ -1,6 +1,8 @@
 // LayerExperts of a MoeLayer.
 #include "stream/layer_experts.h"
 
+#include <algorithm>
+
 namespace hybrid_moe {
 namespace {
 
@@ -46,6 +48,10 @@ ggml_type device_type_of(WeightType type) {
 }
 
 size_t PartWeights::device_row_bytes() const { return host().ggml_row_size(device_type, k()); }
+
+bool LayerExperts::may_be_read_ahead() const {
+    return std::all_of(parts.begin(), parts.end(), [](const PartWeights & p) { return !p.exists() || p.weights.end_is_told; });
+}
 
 bool LayerExperts::may_be_codes() const {
     for (const PartWeights & p : parts) {

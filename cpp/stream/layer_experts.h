@@ -35,6 +35,7 @@ struct LayerExperts {
     int64_t n_expert() const { return down().weights.shape.n_expert; }
     const PartWeights & part(Part p) const { return parts[size_t(p)]; }
     const PartWeights & down() const { return part(Part::down); }
+    bool may_be_read_ahead() const;  // while no layer runs, because we learn when they go
     bool may_be_codes() const;  // all parts are FP8, and each begins with a whole block of scales
     size_t source_bytes() const;  // of one expert
     const std::string & name() const { return part(Part::up).name; }

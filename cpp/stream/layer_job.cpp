@@ -6,8 +6,6 @@
 namespace hybrid_moe {
 namespace {
 
-constexpr size_t piece_bytes = size_t(4) << 20;
-
 float weight_of(const MoeLayer & layer, int64_t token, int64_t slot) {
     float w = 1.0f;
     if (layer.weights) memcpy(&w, layer.weights + token * layer.weights_token_stride + slot * layer.weights_slot_stride, sizeof w);
@@ -15,7 +13,7 @@ float weight_of(const MoeLayer & layer, int64_t token, int64_t slot) {
 }
 
 int64_t rows_per_piece(const MoeLayer & layer) {
-    const int64_t n = int64_t(piece_bytes / (size_t(layer.n_embd()) * sizeof(float)));
+    const int64_t n = int64_t(result_piece_bytes / (size_t(layer.n_embd()) * sizeof(float)));
     return n < 1 ? 1 : n;
 }
 
@@ -57,12 +55,17 @@ void PartialSums::cpu_is_done() {
     opened_.notify_all();
 }
 
-void PartialSums::give_up() { cpu_is_done(); }
+void PartialSums::give_up() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_open_ = is_given_up_ = true;
+    opened_.notify_all();
+}
 
 void PartialSums::add(int64_t row0, int64_t n_rows, const float * rows, Crew & crew) {
     {
         std::unique_lock<std::mutex> lock(mutex_);
         opened_.wait(lock, [&] { return is_open_; });
+        if (is_given_up_) return;
     }
     const size_t piece = size_t(row0 / piece_rows_);
     const int64_t n = layer_->n_embd();

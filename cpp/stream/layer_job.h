@@ -27,6 +27,9 @@ struct DeviceIndex {
 
 DeviceIndex make_index(const MoeLayer & layer, const Routing & route);
 
+// How much of a device's sum comes back at once, in whole rows. A piece is added as a whole, so all who add agree on this.
+constexpr size_t result_piece_bytes = size_t(4) << 20;
+
 // Sums of devices (and of the CPU) added up in the layer's output. Pieces of rows are locked one by one.
 class PartialSums {
 public:
@@ -36,7 +39,7 @@ public:
     int64_t piece_rows() const { return piece_rows_; }
     void add(int64_t row0, int64_t n_rows, const float * rows, Crew & crew);  // [n_rows][n_embd], a piece
     void cpu_is_done();
-    void give_up();  // nobody waits any more
+    void give_up();  // nobody waits any more, and nothing more is added: the CPU may be writing y still
 
 private:
     const MoeLayer *              layer_;
@@ -44,6 +47,7 @@ private:
     std::mutex                    mutex_;
     std::condition_variable       opened_;
     bool                          is_open_;
+    bool                          is_given_up_ = false;
     std::vector<std::mutex>       locks_;
     std::vector<char>             is_written_;
 };

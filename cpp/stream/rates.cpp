@@ -39,11 +39,12 @@ std::string line_of(const std::string & name, const Rates & r) {
 std::optional<Rates> parse(const std::string & numbers, size_t n_devices) {
     std::istringstream in(numbers);
     std::vector<double> v;
-    for (double d; in >> d;) v.push_back(d);
-    if (!in.eof() || v.size() != 2 + 4 * n_devices) return std::nullopt;
-    for (const double d : v) {
-        if (!std::isfinite(d) || d < 0) return std::nullopt;
+    for (std::string word; in >> word;) {
+        double d;
+        if (!parse_decimal(word.c_str(), d) || !std::isfinite(d) || d < 0) return std::nullopt;
+        v.push_back(d);
     }
+    if (v.size() != 2 + 4 * n_devices) return std::nullopt;
     Rates r;
     r.cpu = {v[0], v[1]};
     for (size_t i = 0; i < n_devices; i++) r.devices.push_back({v[2 + 4 * i], v[3 + 4 * i], v[4 + 4 * i], v[5 + 4 * i]});
@@ -59,6 +60,16 @@ std::optional<Rates> in_file(const std::string & name, size_t n_devices) {
         }
     }
     return found;
+}
+
+std::string read_cpu_name() {
+    std::ifstream info("/proc/cpuinfo");
+    for (std::string line; std::getline(info, line);) {
+        if (line.compare(0, 10, "model name") != 0) continue;
+        const size_t colon = line.find(':');
+        return colon == std::string::npos || colon + 2 > line.size() ? "" : line.substr(colon + 2);
+    }
+    return "unknown CPU";
 }
 
 }  // namespace
@@ -108,14 +119,9 @@ void keep_rates(const std::string & name, const Rates & rates) {
     file << line_of(name, rates) << std::flush;
 }
 
-std::string cpu_name() {
-    std::ifstream info("/proc/cpuinfo");
-    for (std::string line; std::getline(info, line);) {
-        if (line.compare(0, 10, "model name") != 0) continue;
-        const size_t colon = line.find(':');
-        return colon == std::string::npos ? "" : line.substr(colon + 2);
-    }
-    return "unknown CPU";
+const std::string & cpu_name() {
+    static const std::string name = read_cpu_name();  // asked for in every layer
+    return name;
 }
 
 }  // namespace hybrid_moe

@@ -22,7 +22,7 @@ void know_rates(const std::string & name, const Rates & rates);  // in this proc
 void keep_rates(const std::string & name, const Rates & rates);
 
 // The processor's name, as far as the system tells.
-std::string cpu_name();
+const std::string & cpu_name();
 
 // $XDG_CACHE_HOME/hybrid-moe/rates-1.tsv, else below ~/.cache; empty when there is neither.
 std::string rates_path();

@@ -85,7 +85,7 @@ void Streams::open() {
         const auto named = std::find(wanted.begin(), wanted.end(), gpu.name);
         if (!options_.all_devices && named == wanted.end()) continue;
         if (options_.all_devices && is_open_by_other_name(gpu)) continue;  // CUDA0 and Vulkan0 may be one GPU
-        if (named != wanted.end()) wanted.erase(named);
+        std::erase(wanted, gpu.name);  // however often it is named
         try {
             devices_.push_back(std::make_unique<DeviceStream>(gpu, options_.device));
         } catch (const std::exception & e) {
@@ -192,7 +192,7 @@ std::vector<size_t> Streams::ready_devices(const Pass & pass, const DeviceIndex 
 // The n busiest of the next layer, as many as devices take of this one.
 void Streams::look_ahead(const std::vector<size_t> & devices, const LayerExperts & experts, size_t n_experts) {
     const auto next = ahead_.next(experts, guess_);
-    if (!next) return;
+    if (!next || !next->may_be_read_ahead()) return;
     const std::vector<DeviceRate> rates = rates_of(devices);
     std::vector<std::vector<int64_t>> shares(devices.size());
     std::vector<int64_t> likely = ahead_.likely(*next);

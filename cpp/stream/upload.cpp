@@ -13,6 +13,19 @@ constexpr size_t max_uploading = 4;
 
 double seconds(int64_t ns) { return double(ns) * 1e-9; }
 
+// Waits without the lock. Returns what went wrong, or "": Vulkan's waits throw when the device is lost.
+template <class Wait> std::string wait_without(std::unique_lock<std::mutex> & lock, Wait && wait) {
+    lock.unlock();
+    std::string trouble;
+    try {
+        wait();
+    } catch (const std::exception & e) {
+        trouble = e.what();
+    }
+    lock.lock();
+    return trouble;
+}
+
 }  // namespace
 
 void DeviceStream::upload_loop() {
@@ -153,11 +166,13 @@ bool DeviceStream::start_fill(Lock & lock, Slot & slot, std::shared_ptr<const La
 // Waits for the oldest copy and hands its slot on.
 void DeviceStream::reap_upload(Lock & lock) {
     Slot * slot = uploading_.front();
-    lock.unlock();
-    (slot ? slot->uploaded : inputs_fence_).wait();
+    const std::string trouble = wait_without(lock, [&] { (slot ? slot->uploaded : inputs_fence_).wait(); });
     const int64_t end = now_ns();
-    lock.lock();
     uploading_.pop_front();
+    if (!trouble.empty()) {
+        if (slot) slot->i_expert = -1;
+        fail(trouble);
+    }
     const int64_t begin = slot ? std::max(slot->begin_ns, link_free_ns_) : std::max(job_began_, link_free_ns_);
     link_free_ns_ = end;
     if (!slot) {
@@ -180,9 +195,8 @@ void DeviceStream::reap_upload(Lock & lock) {
     }
     if (uploading_.empty()) {
         // Some back ends keep what they queued until they are synchronised as a whole.
-        lock.unlock();
-        upload_.synchronize();
-        lock.lock();
+        const std::string why = wait_without(lock, [&] { upload_.synchronize(); });
+        if (!why.empty()) fail(why);
     }
     changed_.notify_all();
 }

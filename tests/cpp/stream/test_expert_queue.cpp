@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cmath>
 #include <fstream>
+#include <locale>
 #include <numeric>
 #include <random>
 #include <set>
@@ -229,7 +230,12 @@ void shares_of_cpu() {
 
 std::string number_line(const std::string & name, const std::string & numbers) { return name + "\t" + numbers + "\n"; }
 
+struct DecimalComma : std::numpunct<char> {
+    char do_decimal_point() const override { return ','; }
+};
+
 void rates_file(const std::string & folder) {
+    std::locale::global(std::locale(std::locale::classic(), new DecimalComma));  // hosts may do that
     setenv("XDG_CACHE_HOME", folder.c_str(), 1);
     const std::string path = rates_path();
     expect(path == folder + "/hybrid-moe/rates-1.tsv", "where it is");

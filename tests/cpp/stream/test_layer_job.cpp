@@ -208,6 +208,7 @@ void sums(bool cpu_adds) {
     expect(std::all_of(b.y.begin(), b.y.end(), [&](float f) { return f == all; }), "the sum of all parts");
 }
 
+// Nor does anybody write to y, which the CPU may be writing still.
 void nobody_waits_for_a_cpu_that_gave_up() {
     Batch b(2, 4, 2);
     PartialSums sums(b.layer, true);
@@ -218,6 +219,7 @@ void nobody_waits_for_a_cpu_that_gave_up() {
     });
     sums.give_up();
     device.join();
+    expect(std::all_of(b.y.begin(), b.y.end(), [](float f) { return f == -1.0f; }), "nothing is added any more");
 }
 
 }  // namespace
