@@ -43,6 +43,8 @@ def stock_text(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
 def test_same_text_with_and_without_the_plugin(kind):
+    if kind == "Q8_0" and "amx_int8" in Path("/proc/cpuinfo").read_text():
+        pytest.skip("on CPUs with AMX llama.cpp itself stops at DeepSeek's Q8_0 attention, without the plug-in as well")
     answer, ran = node(demo_gguf(kind), plugin=True)
     assert answer["text"] == stock_text(kind)
     assert ran.matmuls == N_TOKENS * N_PRODUCTS, ran.log

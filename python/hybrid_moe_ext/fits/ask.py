@@ -195,7 +195,7 @@ def _notes(source: Source, gpus: tuple[Gpu, ...], cost: Cost) -> tuple[str, ...]
     others = [t for t in source.expert_types if t != FP8 and t not in ACCEPTED_TYPES]
     if others:
         notes.append(
-            f"experts of type {', '.join(others)} are not taken by the plug-in yet: compute is what llama.cpp needs to run them "
-            "itself, slots and times are what streaming them would take"
+            f"experts of type {', '.join(others)} have no kernel of ours: long prompts of them are streamed, all else runs on "
+            "llama.cpp's own kernels; for assumed GPUs, compute is what llama.cpp needs to run all of it itself"
         )
     return tuple(notes)
