@@ -44,7 +44,9 @@ bool DeviceInputs::keep(ggml_backend_t from, const ggml_tensor * src, const ggml
     // A graph that was given up may have left one.
     if (dst->data) forget(static_cast<const uint8_t *>(dst->data), int64_t(host().ggml_nbytes(dst)));
     if (src->type != GGML_TYPE_F32 || src->ne[0] < min_columns || !src->buffer || !dst->data) return false;
-    if (src->nb[0] != sizeof(float) || src->nb[1] != size_t(src->ne[0]) * sizeof(float) || src->nb[2] != src->nb[1] * size_t(src->ne[1]) || src->ne[3] != 1) return false;
+    const bool is_contiguous = src->nb[0] == sizeof(float) && src->nb[1] == size_t(src->ne[0]) * sizeof(float) &&
+                               src->nb[2] == src->nb[1] * size_t(src->ne[1]) && src->ne[3] == 1;
+    if (!is_contiguous) return false;
     const int64_t n_rows = src->ne[1] * src->ne[2];
     if (!Streams::get().may_stream(n_rows)) return false;
     const Gpu * gpu = Streams::get().gpu_of(src->buffer->buft->device);

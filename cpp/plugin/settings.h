@@ -23,7 +23,8 @@ struct Settings {
 const Settings & settings();
 
 // HYBRID_MOE_ISA: a kernel table's name. HYBRID_MOE_TEAM: "openmp" or "pool". HYBRID_MOE_PIN: "on" or "off". "auto", empty or
-// unset: our choice. HYBRID_MOE_EXPERTS_MEMORY: "mmap", "copy" or "pinned". Those of streaming: docs/streaming.md. Returns an empty string, or one sentence that says which value is wrong and what may stand there.
+// unset: our choice. HYBRID_MOE_EXPERTS_MEMORY: "mmap", "copy" or "pinned". Those of streaming: docs/streaming.md.
+// Returns an empty string, or one sentence that says which value is wrong and what may stand there.
 std::string read_settings();
 
 // For the loads of this thread: "mmap", "copy", or null for what the environment says. False when it is none of them.

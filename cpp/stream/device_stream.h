@@ -93,6 +93,8 @@ private:
     void upload_loop();
     bool upload_step(Lock & lock);
     bool send_inputs(Lock & lock);
+    void send_x(const MoeLayer & layer);
+    void send_biases(const MoeLayer & layer);
     bool start_fill(Lock & lock, Slot & slot, std::shared_ptr<const LayerExperts> experts, int64_t i_expert, bool is_ahead);
     void reap_upload(Lock & lock);
     Slot * free_slot();

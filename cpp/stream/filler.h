@@ -13,8 +13,10 @@ class Filler {
 public:
     Filler(const Gpu & gpu, int n_threads);
 
-    // Queues the expert's matrices into a slot, in the form that its tensors have. Null, or what is wrong with the weights (a sentence that lives on).
-    const char * fill(Instance & to, const LayerExperts & experts, int64_t i_expert, const SlotTensors & slot, const Kernels & kernels);
+    // Queues the expert's matrices into a slot, in the form that its tensors have. Null, or what is wrong with the weights (a
+    // sentence that lives on).
+    const char * fill(Instance & to, const LayerExperts & experts, int64_t i_expert, const SlotTensors & slot,
+                      const Kernels & kernels);
 
     // Queues rows of n_bytes, `stride` apart in memory and contiguous on the device.
     void send_rows(Instance & to, ggml_tensor * tensor, const uint8_t * rows, int64_t n_rows, size_t n_bytes, int64_t stride);

@@ -23,7 +23,10 @@ bool is_same_matrix(const PartWeights & a, const PartWeights & b) {
 }
 
 bool is_same_shape(const PartWeights & a, const PartWeights & b) {
-    return a.n_rows == b.n_rows && (!a.exists() || (a.k() == b.k() && a.weights.shape.type == b.weights.shape.type && a.device_type == b.device_type && a.block_rows == b.block_rows && a.block_k == b.block_k));
+    if (a.n_rows != b.n_rows) return false;
+    if (!a.exists()) return true;
+    return a.k() == b.k() && a.weights.shape.type == b.weights.shape.type && a.device_type == b.device_type &&
+           a.block_rows == b.block_rows && a.block_k == b.block_k;
 }
 
 }  // namespace

@@ -70,9 +70,10 @@ public:
     // The device of that ggml device; null when it is none of ours.
     const Gpu * gpu_of(ggml_backend_dev_t device) const;
 
-    // Runs the layer, on devices where that is faster. not_here: the host's CPU kernels are to run it. `x`: where its input is instead of layer.x; null: it is there.
-    RunStatus run(const MoeLayer & layer, const RunOptions & options, Workspace & work, StreamContext & context, const DeviceInput * x,
-                  char * error);
+    // Runs the layer, on devices where that is faster. not_here: the host's CPU kernels are to run it. `x`: where its input is
+    // instead of layer.x; null: it is there. error: of 512 bytes, for the sentence of a failure.
+    RunStatus run(const MoeLayer & layer, const RunOptions & options, Workspace & work, StreamContext & context,
+                  const DeviceInput * x, char * error);
 
     // Memory on a device of ours that a context needs no more.
     void give_back(const Gpu & gpu, std::unique_ptr<GpuMemory> memory);

@@ -80,6 +80,34 @@ bool DeviceStream::upload_step(Lock & lock) {
     return true;
 }
 
+void DeviceStream::send_x(const MoeLayer & layer) {
+    const size_t row = size_t(batch_->shape.n_embd_in) * sizeof(float);
+    const bool one_stride = layer.n_x_slots == 1 || layer.x_slot_stride * layer.n_x_slots == layer.x_token_stride;
+    if (one_stride) {
+        const int64_t stride = layer.n_x_slots == 1 ? layer.x_token_stride : layer.x_slot_stride;
+        filler_.send_rows(upload_, batch_->x, layer.x, batch_->shape.n_x_rows, row, stride);
+        return;
+    }
+    for (int64_t t = 0; t < layer.ids.n_tokens; t++) {
+        for (int64_t s = 0; s < layer.n_x_slots; s++) {
+            const uint8_t * from = layer.x + t * layer.x_token_stride + s * layer.x_slot_stride;
+            filler_.send(upload_, batch_->x, from, size_t(t * layer.n_x_slots + s) * row, row);
+        }
+    }
+}
+
+void DeviceStream::send_biases(const MoeLayer & layer) {
+    const Projection * projections[n_parts] = {&layer.gate, &layer.up, &layer.down};
+    for (size_t i = 0; i < n_parts; i++) {
+        const Projection & p = *projections[i];
+        ggml_tensor * to = batch_->bias[i];
+        if (!to || !p.bias.data) continue;
+        for (int64_t e = 0; e < batch_->shape.n_bias_experts; e++) {
+            filler_.send(upload_, to, p.bias.of(e), size_t(e) * to->nb[1], size_t(p.n_rows) * sizeof(float));
+        }
+    }
+}
+
 bool DeviceStream::send_inputs(Lock & lock) {
     LayerJob & job = *job_;
     inputs_sent_ = true;
@@ -88,32 +116,11 @@ bool DeviceStream::send_inputs(Lock & lock) {
     lock.unlock();
     std::string trouble;
     try {
-        const BatchTensors & b = *batch_;
-        if (b.x) {
-            const size_t row = size_t(b.shape.n_embd_in) * sizeof(float);
-            const MoeLayer & l = job.layer;
-            if (l.n_x_slots == 1 || l.x_slot_stride * l.n_x_slots == l.x_token_stride) {
-                const int64_t stride = l.n_x_slots == 1 ? l.x_token_stride : l.x_slot_stride;
-                filler_.send_rows(upload_, b.x, l.x, b.shape.n_x_rows, row, stride);
-            } else {
-                for (int64_t t = 0; t < l.ids.n_tokens; t++) {
-                    for (int64_t s = 0; s < l.n_x_slots; s++) {
-                        filler_.send(upload_, b.x, l.x + t * l.x_token_stride + s * l.x_slot_stride, size_t(t * l.n_x_slots + s) * row, row);
-                    }
-                }
-            }
-        }
-        filler_.send(upload_, b.x_index, job.index.x_row.data(), 0, job.index.x_row.size() * sizeof(int32_t));
-        filler_.send(upload_, b.y_index, job.index.y_row.data(), 0, job.index.y_row.size() * sizeof(int32_t));
-        filler_.send(upload_, b.weight, job.index.weight.data(), 0, job.index.weight.size() * sizeof(float));
-        const Projection * projections[n_parts] = {&job.layer.gate, &job.layer.up, &job.layer.down};
-        for (size_t i = 0; i < n_parts; i++) {
-            const Projection & p = *projections[i];
-            if (!b.bias[i] || !p.bias.data) continue;
-            for (int64_t e = 0; e < b.shape.n_bias_experts; e++) {
-                filler_.send(upload_, b.bias[i], p.bias.of(e), size_t(e) * b.bias[i]->nb[1], size_t(p.n_rows) * sizeof(float));
-            }
-        }
+        if (batch_->x) send_x(job.layer);
+        filler_.send(upload_, batch_->x_index, job.index.x_row.data(), 0, job.index.x_row.size() * sizeof(int32_t));
+        filler_.send(upload_, batch_->y_index, job.index.y_row.data(), 0, job.index.y_row.size() * sizeof(int32_t));
+        filler_.send(upload_, batch_->weight, job.index.weight.data(), 0, job.index.weight.size() * sizeof(float));
+        send_biases(job.layer);
         inputs_fence_.set(upload_);
     } catch (const std::exception & e) {
         trouble = e.what();
