@@ -233,6 +233,19 @@ void DeviceStream::drop_ahead() {
     }
 }
 
+void DeviceStream::quiesce(int64_t until_ns) {
+    do {
+        if (mutex_.try_lock()) {
+            next_.reset();
+            next_order_.clear();
+            const bool is_busy = !uploading_.empty();
+            mutex_.unlock();
+            if (!is_busy) return;
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    } while (now_ns() < until_ns);
+}
+
 void DeviceStream::fail(const std::string & why, bool is_damage) {
     if (job_) job_->cancel(i_worker_, why, is_damage);
     // Copies report no failure of their own, so it may be one of those that failed: a device that is told to compute tells once.

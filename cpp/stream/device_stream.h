@@ -75,6 +75,8 @@ public:
 
     // Returns when no expert that was fetched ahead is being read, and forgets them all. Any thread, without the lock.
     void forget();
+    // The same at the end of the process, where a lock may be held for good: waits no longer than until then.
+    void quiesce(int64_t until_ns);
 
     StreamCounters counters() const;
     // "codes cross the link", or why they do not.

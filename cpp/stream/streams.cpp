@@ -4,6 +4,8 @@
 #include "stream/streams_pass.h"
 #include "stream/trace.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -78,6 +80,7 @@ bool Streams::is_open_by_other_name(const Gpu & gpu) const {
 
 void Streams::open() {
     is_open_ = true;
+    pid_     = getpid();
     std::vector<std::string> wanted = options_.devices;
     std::string all;
     for (const Gpu & gpu : find_gpus()) {
@@ -98,6 +101,8 @@ void Streams::open() {
     }
     const char * missing = missing_for_streaming();
     if (missing) troubles_.emplace_back("host", std::string("this host's ggml has no ") + missing + ", so experts are not streamed");
+    // Registered after the back ends' own handlers, so it runs before them.
+    if (!devices_.empty()) atexit([] { Streams::get().quiesce(); });
     n_failures_.reset(new std::atomic<int>[devices_.size()]());
     for (const auto & [kind, sentence] : troubles_) host().log(GGML_LOG_LEVEL_WARN, "hybrid-moe: %s\n", sentence.c_str());
 }
@@ -388,6 +393,12 @@ void Streams::give_back(const Gpu & gpu, std::unique_ptr<GpuMemory> memory) {
     for (const auto & d : devices_) {
         if (&d->gpu() == &gpu) d->give_back(std::move(memory));
     }
+}
+
+void Streams::quiesce() {
+    constexpr int64_t patience_ns = 1'000'000'000;
+    if (pid_ != getpid()) return;
+    for (const auto & d : devices_) d->quiesce(now_ns() + patience_ns);
 }
 
 void Streams::forget() {

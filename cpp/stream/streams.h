@@ -9,6 +9,8 @@
 #include "stream/look_ahead.h"
 #include "stream/rates.h"
 
+#include <sys/types.h>
+
 #include <memory>
 #include <mutex>
 #include <string>
@@ -81,6 +83,9 @@ public:
     // Before a model's weights go: nothing of them is read any more when it returns.
     void forget();
 
+    // Before the process ends: copies that were queued ahead are let through while their drivers are still there.
+    void quiesce();
+
     // Counters, rates and troubles as a JSON object.
     std::string report();
 
@@ -114,6 +119,7 @@ private:
     StreamOptions                              options_;
     std::mutex                                 mutex_;  // opening, troubles, last plan
     bool                                       is_open_ = false;
+    pid_t                                      pid_ = 0;  // that opened them: a forked child has none of the threads
     std::vector<std::unique_ptr<DeviceStream>> devices_;
     LookAhead                                  ahead_;
     LookAhead::Guess                           guess_;
