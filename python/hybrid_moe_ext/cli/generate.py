@@ -14,7 +14,7 @@ import llama_cpp.llama_cpp as C
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from .. import Llama, counters, streamed
-from .._native import ggml_function
+from .._native import STREAMING, ggml_function
 from ..errors import HybridMoeError, OptionError
 from ..gpus import find_gpus
 from ..info import BOTH, HOST, OURS, ModelInfo, describe_model
@@ -51,11 +51,13 @@ class Result:
     architecture: str
     copies: Copies | None  # of experts in memory; None: they are used from their files
     placement: Placement
+    wants_gpu: bool  # by its options
     prefill: Streamed | None  # what streaming did in each phase; None: there is nothing to stream to
     decode: Streamed | None
 
     def as_dict(self) -> dict[str, Any]:
         told = asdict(self)
+        del told["wants_gpu"]  # the question's, not the answer's
         for phase in ("prefill", "decode"):
             of_phase = getattr(self, phase)
             if of_phase is not None:
@@ -74,7 +76,7 @@ class Result:
             f"decode: {max(0, self.tokens - 1)} tokens, {decode}",
             f"device: {self.device}, {self.threads} thread{'s' if self.threads > 1 else ''}",
             f"experts: {self._where()}",
-            *([f"placement: {self.placement}"] if self.placement.devices else []),
+            *([f"placement: {self.placement}"] if self.placement.devices or self.wants_gpu else []),
             *(f"streaming: {trouble}" for trouble in (self.prefill.troubles if self.prefill else ())),
             *(self.copies.lines() if self.copies else ()),
         ]
@@ -99,6 +101,14 @@ class Request:
     verbose: bool
     n_ubatch: int | None = None  # None: as many as fit, llama.cpp's default without a GPU
     n_gpu_layers: int | None = None  # None: all where experts are streamed, otherwise none
+
+    def wants_gpu(self) -> bool:
+        """Whether something is asked for that only a GPU can do; without one its user should hear of it."""
+        chosen = Options.resolve(None, **self.options)
+        if self.n_gpu_layers or chosen.experts_memory == "pinned":
+            return True
+        is_off = chosen.slp == "off" or chosen.devices == "none"
+        return not is_off and any(getattr(chosen, name) != "auto" for name in STREAMING)
 
 
 def run(request: Request, show: Callable[[str], None]) -> Result:
@@ -154,6 +164,7 @@ def run(request: Request, show: Callable[[str], None]) -> Result:
             architecture=info.architecture,
             copies=copies() if Options.resolve(None, **request.options).experts_memory != "mmap" else None,
             placement=llm.placement,
+            wants_gpu=request.wants_gpu(),
             prefill=phases[0],
             decode=phases[1],
         )
