@@ -142,7 +142,9 @@ def test_nan_and_infinity_propagate(isa, kernel, kind):
     assert np.array_equal(np.isnan(y), np.isnan(exact))
     assert np.array_equal(np.isinf(y), np.isinf(exact))
     good = np.isfinite(x).all(-1)
-    assert np.all(np.abs(y[good] - exact[good]) <= limit_of(isa, kernel, w, met[good])), "a bad token row spoils no other"
+    assert np.all(np.abs(y[good] - exact[good]) <= limit_of(isa, kernel, w, met[good])), (
+        "a bad token row spoils no other"
+    )
 
 
 @pytest.mark.parametrize("isa", ISAS)

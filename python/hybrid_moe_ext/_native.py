@@ -17,7 +17,7 @@ import llama_cpp
 import llama_cpp.llama_cpp as C
 
 from .errors import OptionError, PluginError
-from .options import ENV_PREFIX, Options
+from .options import ENV_PREFIX, Options, origin
 
 DEVICE = "HybridMoE"
 PINNED_LLAMA_CPP_PYTHON = "0.3.36"
@@ -221,7 +221,9 @@ def loaded_options(options: Options) -> Options:
 def _check_isa(options: Options, lib: Any) -> None:
     available = lib.hybrid_moe_available_isas().decode().split()
     if options.isa not in ("auto", *available):
-        raise OptionError(f"isa={options.isa!r} does not run on this CPU: choose one of auto, {', '.join(available)}")
+        raise OptionError(
+            f"{origin('isa', options.isa)}={options.isa!r} does not run on this CPU: choose one of auto, {', '.join(available)}"
+        )
 
 
 def _load(options: Options, lib: Any) -> None:
@@ -234,7 +236,7 @@ def _load(options: Options, lib: Any) -> None:
         reason = (
             sentence(lib.hybrid_moe_refusal()) or f"llama-cpp-python {installed} refused the plug-in: {_reinstall()}"
         )
-        raise PluginError(reason)
+        raise PluginError(f"{reason}; choose a folder that exists" if ": No such file" in reason else reason)
 
 
 class _environment:

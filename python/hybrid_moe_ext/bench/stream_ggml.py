@@ -96,7 +96,7 @@ def load_backend(path: str) -> None:
         raise OptionError(f"--backend {path}: there is no such file; give the path of a ggml back end, libggml-*.so")
     if not g("ggml_backend_load")(os.path.abspath(path).encode()):
         raise OptionError(
-            f"--backend {path}: ggml {_native.host_version()} did not take it (its log says why); give a back end that was "
+            f"--backend {path}: ggml {_native.host_version()} did not take it (--verbose shows why); give a back end that was "
             "built for this release"
         )
 

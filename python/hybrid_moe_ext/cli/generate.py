@@ -51,13 +51,12 @@ class Result:
     architecture: str
     copies: Copies | None  # of experts in memory; None: they are used from their files
     placement: Placement
-    wants_gpu: bool  # by its options
+    remarks: tuple[str, ...]  # what of the request came to nothing
     prefill: Streamed | None  # what streaming did in each phase; None: there is nothing to stream to
     decode: Streamed | None
 
     def as_dict(self) -> dict[str, Any]:
         told = asdict(self)
-        del told["wants_gpu"]  # the question's, not the answer's
         for phase in ("prefill", "decode"):
             of_phase = getattr(self, phase)
             if of_phase is not None:
@@ -76,7 +75,8 @@ class Result:
             f"decode: {max(0, self.tokens - 1)} tokens, {decode}",
             f"device: {self.device}, {self.threads} thread{'s' if self.threads > 1 else ''}",
             f"experts: {self._where()}",
-            *([f"placement: {self.placement}"] if self.placement.devices or self.wants_gpu else []),
+            *([f"placement: {self.placement}"] if self.placement.devices else []),
+            *self.remarks,
             *(f"streaming: {trouble}" for trouble in (self.prefill.troubles if self.prefill else ())),
             *(self.copies.lines() if self.copies else ()),
         ]
@@ -102,8 +102,17 @@ class Request:
     n_ubatch: int | None = None  # None: as many as fit, llama.cpp's default without a GPU
     n_gpu_layers: int | None = None  # None: all where experts are streamed, otherwise none
 
-    def wants_gpu(self) -> bool:
-        """Whether something is asked for that only a GPU can do; without one its user should hear of it."""
+    def remarks(self, placement: Placement) -> tuple[str, ...]:
+        """On what was asked for and not done."""
+        told = []
+        if not placement.devices and self._wants_gpu():
+            told.append(f"placement: {placement}")
+        if self.n_ubatch is not None and placement.n_ubatch < self.n_ubatch:
+            told.append(f"tokens per pass: {placement.n_ubatch}, all of the context, not the {self.n_ubatch} of -ub")
+        return tuple(told)
+
+    def _wants_gpu(self) -> bool:
+        """Whether something is asked for that only a GPU can do."""
         chosen = Options.resolve(None, **self.options)
         if self.n_gpu_layers or chosen.experts_memory == "pinned":
             return True
@@ -164,7 +173,7 @@ def run(request: Request, show: Callable[[str], None]) -> Result:
             architecture=info.architecture,
             copies=copies() if Options.resolve(None, **request.options).experts_memory != "mmap" else None,
             placement=llm.placement,
-            wants_gpu=request.wants_gpu(),
+            remarks=request.remarks(llm.placement),
             prefill=phases[0],
             decode=phases[1],
         )
@@ -215,7 +224,8 @@ def load(request: Request, n_ctx: int) -> Llama:
             )
         except HybridMoeError as error:
             reasons = last_errors()
-            raise type(error)(f"{error} ({reasons})" if reasons else str(error)) from error
+            is_news = reasons and str(error).split(";")[0] not in reasons
+            raise type(error)(f"{error} ({reasons})" if is_news else str(error)) from error
         except (ValueError, RuntimeError, MemoryError) as error:
             raise HybridMoeError(
                 f"{request.model}: llama.cpp cannot make a context of {n_ctx} tokens ({error}): "
