@@ -71,6 +71,28 @@ def test_run_streams_text_and_reports_where_experts_ran(kind, request):
     assert re.fullmatch(r"decode: 4 tokens, [\d.]+ tokens/s", lines[1])
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_said"),
+    [
+        (["-ngl", 99], True),
+        (["--slp", "on"], True),
+        (["--pinned-gib", 3], True),
+        (["--slp", "off"], False),
+        (["-ngl", 0], False),
+    ],
+)
+def test_options_that_need_a_gpu_are_not_dropped_in_silence(model, flags, is_said):
+    done = call("run", model, "-p", "the", "-n", 2, *flags)
+    assert done.returncode == 0, done.stderr
+    assert (b"placement: no experts are streamed: this host has no GPU\n" in done.stderr) == is_said
+
+
+def test_more_tokens_per_pass_than_the_context_has_are_not_taken_in_silence(model):
+    done = call("run", model, "-p", "the", "-n", 2, "-c", 64, "-ub", 100000)
+    assert b"tokens per pass: 64, all of the context, not the 100000 of -ub\n" in done.stderr
+    assert json.loads(call("run", model, "-p", "the", "-n", 2, "--json", "-ub", 64).stdout)["remarks"] == []
+
+
 def test_json_is_one_object_and_counts_expert_products(model):
     done = call("run", model, "-p", "the", "-n", 3, "-t", 1, "--json")
     assert done.returncode == 0, done.stderr

@@ -198,6 +198,17 @@ def test_deepseek_v3_on_one_gpu_of_32_gib():
     assert bf16.best is bf16.fastest is None and bf16.ttft_s == 0 and bf16.limited_by.startswith("KV cache")
 
 
+@pytest.mark.parametrize(("model", "n_gpus"), [("DeepSeek-V3", 2), ("GLM-4.6", 1)])
+def test_the_documents_table_is_what_is_answered(model, n_gpus):
+    text = (Path(__file__).parent.parent / "docs" / "fits.md").read_text()
+    n_above = n_gpus - 1  # a model's name is in its first row only
+    row = text[text.index(f"| {model} | 1 |") :].splitlines()[n_above].split(" | ", 2)[2]
+    a = fits(model.lower(), vram=[32] * n_gpus, dense_type="q8_0", tflops=200)
+    by = next(words for words in ("compute buffers", "the ring", "the context") if a.limited_by.startswith(words))
+    said = f"{a.pass_s:.1f} s | {a.best.n_ubatch} | {by} | {a.best.ceiling_tps:.0f} | {a.ttft_s:.1f} s |"
+    assert said in row, f"docs/fits.md has {row!r}"
+
+
 def test_fp8_expanded_before_the_link_doubles_the_pass():
     codes, bf16 = (fits("qwen3-30b", vram=[24], fp8_link=way) for way in ("codes", "bf16"))
     assert bf16.link_bytes == 2 * 28991029248 and codes.link_bytes == pytest.approx(28991029248, rel=3e-4)

@@ -17,7 +17,7 @@ import llama_cpp
 import llama_cpp.llama_cpp as C
 
 from .errors import OptionError, PluginError
-from .options import ENV_PREFIX, Options
+from .options import ENV_PREFIX, Options, origin
 
 DEVICE = "HybridMoE"
 PINNED_LLAMA_CPP_PYTHON = "0.3.36"
@@ -25,8 +25,8 @@ PINNED_LLAMA_CPP_PYTHON = "0.3.36"
 _lock = threading.Lock()
 # Options that the plug-in reads once, when it is loaded: those it tells back, and those of streaming.
 _TOLD = ("isa", "team", "pin")
-_STREAMING = ("slp", "devices", "cpu_help", "vram_share", "ring_mib", "copy_threads", "pinned_gib")
-_PER_PROCESS = _TOLD + _STREAMING
+STREAMING = ("slp", "devices", "cpu_help", "vram_share", "ring_mib", "copy_threads", "pinned_gib")
+_PER_PROCESS = _TOLD + STREAMING
 
 
 class Counters(NamedTuple):
@@ -221,7 +221,9 @@ def loaded_options(options: Options) -> Options:
 def _check_isa(options: Options, lib: Any) -> None:
     available = lib.hybrid_moe_available_isas().decode().split()
     if options.isa not in ("auto", *available):
-        raise OptionError(f"isa={options.isa!r} does not run on this CPU: choose one of auto, {', '.join(available)}")
+        raise OptionError(
+            f"{origin('isa', options.isa)}={options.isa!r} does not run on this CPU: choose one of auto, {', '.join(available)}"
+        )
 
 
 def _load(options: Options, lib: Any) -> None:
@@ -229,12 +231,12 @@ def _load(options: Options, lib: Any) -> None:
     C.llama_backend_init()
     with _environment(**{ENV_PREFIX + name.upper(): getattr(options, name) for name in _PER_PROCESS}):
         loaded = ggml_function("ggml_backend_load", ctypes.c_void_p, [ctypes.c_char_p])(str(library_path()).encode())
-    _streaming.update({name: getattr(options, name) for name in _STREAMING})
+    _streaming.update({name: getattr(options, name) for name in STREAMING})
     if not loaded:
         reason = (
             sentence(lib.hybrid_moe_refusal()) or f"llama-cpp-python {installed} refused the plug-in: {_reinstall()}"
         )
-        raise PluginError(reason)
+        raise PluginError(f"{reason}; choose a folder that exists" if ": No such file" in reason else reason)
 
 
 class _environment:

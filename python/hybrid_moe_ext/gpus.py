@@ -11,6 +11,7 @@ import llama_cpp.llama_cpp as C
 
 from ._native import ggml_function
 from .errors import OptionError
+from .options import origin
 
 _TYPE_GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU; integrated ones have a type of their own, their memory is the host's
 
@@ -58,8 +59,12 @@ def choose_gpus(devices: str) -> list[Gpu]:
     names = [name.strip() for name in devices.split(",") if name.strip()]
     for name in names:
         if name not in [gpu.name for gpu in there]:
-            rest = f"there are: {', '.join(gpu.name for gpu in there)}" if there else "this host has none"
-            raise OptionError(f"devices={devices!r}: there is no GPU device {name!r}; {rest}")
+            rest = (
+                f"there are: {', '.join(gpu.name for gpu in there)}"
+                if there
+                else "this host has none: leave it out, or install a llama-cpp-python built for your GPU"
+            )
+            raise OptionError(f"{origin('devices', devices)}={devices!r}: there is no GPU device {name!r}; {rest}")
     return [gpu for gpu in there if gpu.name in names]
 
 

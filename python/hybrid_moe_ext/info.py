@@ -220,12 +220,19 @@ class GgufHeader:
     tensors: list[GgufTensor]
 
 
+def remedy(path: Path) -> str:
+    """For a file that is no GGUF."""
+    if path.suffix == ".safetensors":
+        return "give the folder it lies in, a Hugging Face directory"
+    return "give a GGUF or a Hugging Face directory"
+
+
 def read_gguf_header(path: Path) -> GgufHeader:
     """Raises CheckpointError when it is missing, no GGUF (version 2 or 3) or cut off within the header."""
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise CheckpointError(f"{path} is no GGUF file: give a GGUF or a Hugging Face directory")
+                raise CheckpointError(f"{path} is no GGUF file: {remedy(path)}")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Cursor(data).header()
     except FileNotFoundError as error:

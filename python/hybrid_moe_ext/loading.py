@@ -13,6 +13,7 @@ import llama_cpp.llama_cpp as C
 from . import _native, seam
 from .checkpoint import Checkpoint, GgufStream, is_checkpoint_dir, open_checkpoint
 from .errors import CheckpointError, HybridMoeError, OptionError, PluginError
+from .info import remedy
 from .options import Options
 
 Progress = Callable[[float], None]
@@ -178,6 +179,4 @@ def _check_gguf(path: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if magic != b"GGUF":
-        raise CheckpointError(
-            f"{path} is no GGUF file (it begins with {magic!r}): give a GGUF or a Hugging Face directory"
-        )
+        raise CheckpointError(f"{path} is no GGUF file (it begins with {magic!r}): {remedy(path)}")

@@ -79,7 +79,10 @@ class Options:
         _is_between(0.01, 1),
     )
     ring_mib: str = _option(
-        "auto", ("auto", "MIB"), "largest ring of experts on a device; auto or 0: no limit", _is_between(0, 1e9)
+        "auto",
+        ("auto", "MIB"),
+        "largest ring of experts on a device, two at least; auto or 0: no limit",
+        _is_between(0, 1e9),
     )
     copy_threads: str = _option(
         "auto",
@@ -92,7 +95,9 @@ class Options:
         for f in fields(self):
             value, choices, accepts = getattr(self, f.name), f.metadata["choices"], f.metadata["accepts"]
             if not (value in choices[:-1] or accepts(value) if accepts else value in choices):
-                raise OptionError(f"{f.name}={value!r} is not possible: choose one of {', '.join(choices)}")
+                raise OptionError(
+                    f"{origin(f.name, value)}={value!r} is not possible: choose one of {', '.join(choices)}"
+                )
 
     @classmethod
     def names(cls) -> list[str]:
@@ -118,6 +123,12 @@ class Options:
         if given:
             raise unknown_option(next(iter(given)), cls.names())
         return cls(**chosen)
+
+
+def origin(name: str, value: str) -> str:
+    """How an error calls an option: by its variable when the value stands there."""
+    variable = ENV_PREFIX + name.upper()
+    return variable if os.environ.get(variable) == value else name
 
 
 # Variables that are no options of a model: a host newer than tried, another build of the plug-in, counters at exit, a trace.

@@ -96,7 +96,7 @@ def load_backend(path: str) -> None:
         raise OptionError(f"--backend {path}: there is no such file; give the path of a ggml back end, libggml-*.so")
     if not g("ggml_backend_load")(os.path.abspath(path).encode()):
         raise OptionError(
-            f"--backend {path}: ggml {_native.host_version()} did not take it (its log says why); give a back end that was "
+            f"--backend {path}: ggml {_native.host_version()} did not take it (--verbose shows why); give a back end that was "
             "built for this release"
         )
 
@@ -119,8 +119,9 @@ def chosen_devices(option: str) -> list[GpuDevice]:
     found = gpu_devices()
     if not found:
         raise PluginError(
-            "this llama-cpp-python has no GPU device to stream to: install one that was built for your GPU (CUDA, Vulkan, "
-            "HIP), or name a back end with --backend"
+            "this llama-cpp-python has no GPU device to stream to: build it for your GPU with CMAKE_ARGS=-DGGML_CUDA=on "
+            "(-DGGML_HIP=on, -DGGML_VULKAN=on) pip install --no-cache-dir --force-reinstall --no-deps "
+            f"llama-cpp-python=={_native.PINNED_LLAMA_CPP_PYTHON}, or name a back end with --backend"
         )
     if option == "auto":
         return found

@@ -16,7 +16,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: is missing: download it with the model") from error
+        other = ", or give a GGUF file" if path.name == "config.json" else ""  # any folder is taken for a model
+        raise CheckpointError(f"{path.absolute()}: is missing: download it with the model{other}") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 from ..errors import HybridMoeError
@@ -15,6 +16,13 @@ from .terminal import OutputClosed, complain
 
 def main(arguments: list[str] | None = None) -> None:
     sys.exit(run(arguments))
+
+
+def _plain(message: str) -> str:
+    """What newer releases of Typer say of a value that is no number, for people."""
+    return re.sub(
+        r"Input should be a valid (number|integer), unable to parse.*", r"give digits only, it is no \1", message
+    )
 
 
 def run(arguments: list[str] | None = None) -> int:
@@ -36,7 +44,8 @@ def run(arguments: list[str] | None = None) -> int:
     except Exception as error:
         # Typer's usage errors and its Abort, by what they offer: releases differ in the module they come from.
         if hasattr(error, "format_message"):
-            complain(f"{error.format_message()} (see hybrid-moe --help)")
+            command = getattr(getattr(error, "ctx", None), "command_path", "hybrid-moe")
+            complain(f"{_plain(error.format_message())} (see {command} --help)")
             return 2
         if type(error).__name__ == "Abort":
             return 130

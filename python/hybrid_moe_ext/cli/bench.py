@@ -13,6 +13,7 @@ import rich.table
 
 from .. import _native
 from ..bench import Limits, Result, bench_kernels, bench_layer, bench_model, measure_limits
+from ..bench.layer import check_choice
 from ..errors import OptionError
 from ..options import Options
 from .terminal import note, write
@@ -36,11 +37,13 @@ class Request:
 
 def layer(r: Request) -> None:
     kinds, rows = _kinds(r), _numbers(r.rows)
+    check_choice([r.shapes], kinds)
     _run(r, lambda limits: bench_layer(r.shapes, kinds, rows, r.n_threads, limits, r.rounds))
 
 
 def kernels(r: Request) -> None:
     shapes, kinds, rows = _names(r.shapes, "--shapes"), _kinds(r), _numbers(r.rows)
+    check_choice(shapes, kinds)
     _run(r, lambda limits: bench_kernels(shapes, kinds, rows, r.n_threads, limits, r.rounds))
 
 

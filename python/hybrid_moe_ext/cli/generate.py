@@ -14,7 +14,7 @@ import llama_cpp.llama_cpp as C
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from .. import Llama, counters, streamed
-from .._native import ggml_function
+from .._native import STREAMING, ggml_function
 from ..errors import HybridMoeError, OptionError
 from ..gpus import find_gpus
 from ..info import BOTH, HOST, OURS, ModelInfo, describe_model
@@ -51,6 +51,7 @@ class Result:
     architecture: str
     copies: Copies | None  # of experts in memory; None: they are used from their files
     placement: Placement
+    remarks: tuple[str, ...]  # what of the request came to nothing
     prefill: Streamed | None  # what streaming did in each phase; None: there is nothing to stream to
     decode: Streamed | None
 
@@ -75,6 +76,7 @@ class Result:
             f"device: {self.device}, {self.threads} thread{'s' if self.threads > 1 else ''}",
             f"experts: {self._where()}",
             *([f"placement: {self.placement}"] if self.placement.devices else []),
+            *self.remarks,
             *(f"streaming: {trouble}" for trouble in (self.prefill.troubles if self.prefill else ())),
             *(self.copies.lines() if self.copies else ()),
         ]
@@ -99,6 +101,23 @@ class Request:
     verbose: bool
     n_ubatch: int | None = None  # None: as many as fit, llama.cpp's default without a GPU
     n_gpu_layers: int | None = None  # None: all where experts are streamed, otherwise none
+
+    def remarks(self, placement: Placement) -> tuple[str, ...]:
+        """On what was asked for and not done."""
+        told = []
+        if not placement.devices and self._wants_gpu():
+            told.append(f"placement: {placement}")
+        if self.n_ubatch is not None and placement.n_ubatch < self.n_ubatch:
+            told.append(f"tokens per pass: {placement.n_ubatch}, all of the context, not the {self.n_ubatch} of -ub")
+        return tuple(told)
+
+    def _wants_gpu(self) -> bool:
+        """Whether something is asked for that only a GPU can do."""
+        chosen = Options.resolve(None, **self.options)
+        if self.n_gpu_layers or chosen.experts_memory == "pinned":
+            return True
+        is_off = chosen.slp == "off" or chosen.devices == "none"
+        return not is_off and any(getattr(chosen, name) != "auto" for name in STREAMING)
 
 
 def run(request: Request, show: Callable[[str], None]) -> Result:
@@ -154,6 +173,7 @@ def run(request: Request, show: Callable[[str], None]) -> Result:
             architecture=info.architecture,
             copies=copies() if Options.resolve(None, **request.options).experts_memory != "mmap" else None,
             placement=llm.placement,
+            remarks=request.remarks(llm.placement),
             prefill=phases[0],
             decode=phases[1],
         )
@@ -204,7 +224,8 @@ def load(request: Request, n_ctx: int) -> Llama:
             )
         except HybridMoeError as error:
             reasons = last_errors()
-            raise type(error)(f"{error} ({reasons})" if reasons else str(error)) from error
+            is_news = reasons and str(error).split(";")[0] not in reasons
+            raise type(error)(f"{error} ({reasons})" if is_news else str(error)) from error
         except (ValueError, RuntimeError, MemoryError) as error:
             raise HybridMoeError(
                 f"{request.model}: llama.cpp cannot make a context of {n_ctx} tokens ({error}): "
