@@ -112,6 +112,12 @@ def batches(n_devices: str, share: str) -> Any:
     return fork(variables, work)
 
 
+def limited_tensors() -> Any:
+    """A device that refuses larger tensors than half of this batch."""
+    case = one_layer(np.random.default_rng(60), 3000, n_embd=96, n_ff=64, n_expert=4, n_used=2)
+    return fork(ON | {"SIMGPU_MAX_TENSOR_MIB": 3000 * 96 * 4 / 2**21}, lambda _: judged(*case))
+
+
 def cpu_help(n_devices: str) -> Any:
     """A slow link: the CPU takes most experts. Twice, with rates measured and with rates known."""
     rng = np.random.default_rng(4)

@@ -47,6 +47,12 @@ def test_ragged_batches_and_several_passes(simgpu, tmp_path, n_devices, share):
     assert seen["peak"] <= share and seen["log"] == []
 
 
+def test_batches_beyond_a_devices_largest_tensor_go_in_passes(simgpu, tmp_path):
+    case = run(simgpu, tmp_path, "stream_scenarios", "limited_tensors")
+    assert_right({"limited": case}, None)
+    assert case["streamed"] == 2
+
+
 @pytest.mark.parametrize("n_devices", [1, 2])
 def test_cpu_takes_its_share(simgpu, tmp_path, n_devices):
     for process in run(simgpu, tmp_path, "stream_scenarios", "cpu_help", n_devices):

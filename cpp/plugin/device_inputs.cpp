@@ -30,10 +30,9 @@ struct DeviceInputs::Kept {
         if (memory) Streams::get().give_back(*gpu_of_memory, std::move(memory));
     }
 
-    bool to_host() {
+    void to_host() {
         if (!is_on_host) host().ggml_backend_tensor_get(tensor, host_data, 0, n_bytes);
         is_on_host = true;
-        return true;
     }
 };
 
@@ -72,7 +71,7 @@ bool DeviceInputs::keep(ggml_backend_t from, const ggml_tensor * src, const ggml
         host().ggml_backend_tensor_copy(&flat, k.tensor);
         k.host_data  = static_cast<uint8_t *>(dst->data);
         k.is_on_host = false;
-        k.input      = {gpu, k.tensor, [&k] { return k.to_host(); }};
+        k.input      = {gpu, k.tensor, [&k] { k.to_host(); }};
         n_++;
         return true;
     } catch (const DeviceError &) {  // no room there: the host has it
@@ -88,9 +87,8 @@ const DeviceInput * DeviceInputs::find(const uint8_t * data, int64_t n_rows, int
     return nullptr;
 }
 
-bool DeviceInputs::all_to_host() {
+void DeviceInputs::all_to_host() {
     for (size_t i = 0; i < n_; i++) kept_[i]->to_host();
-    return true;
 }
 
 void DeviceInputs::forget(const uint8_t * data, int64_t n_bytes) {

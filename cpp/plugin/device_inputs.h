@@ -23,8 +23,8 @@ public:
     // The one that stands for host memory at `data`, rows of `row_bytes` one after another; null when there is none.
     const DeviceInput * find(const uint8_t * data, int64_t n_rows, int64_t row_bytes);
 
-    // Copies all that are still missing to the host. False when a device does not give them.
-    bool all_to_host();
+    // Copies all that are still missing to the host.
+    void all_to_host();
 
     // These bytes hold something else now: inputs that lay there have been read for the last time.
     void forget(const uint8_t * data, int64_t n_bytes);

@@ -88,7 +88,7 @@ Rates Streams::calibrate(Pass & pass) {
     Rates rates;
     MoeLayer sample = pass.layer;
     sample.ids.n_tokens = std::min(sample_tokens, sample.ids.n_tokens);
-    if (pass.x && !pass.x->to_host()) return rates;
+    if (pass.x) pass.x->to_host();
     Routing route;
     Pair bad;
     group_by_expert(sample.ids, pass.experts->n_expert(), route, bad);

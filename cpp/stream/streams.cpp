@@ -38,7 +38,6 @@ DeviceInput beside_y(const DeviceInput & x, MoeLayer & layer, Workspace & work) 
     layer.x = work.x_copy.data();
     return {x.gpu, x.tensor, [tensor = x.tensor, &bytes = work.x_copy] {
         host().ggml_backend_tensor_get(tensor, bytes.data(), 0, bytes.size());
-        return true;
     }};
 }
 
@@ -50,6 +49,17 @@ bool is_finite_input(const MoeLayer & l) {
         }
     }
     return true;
+}
+
+// Halves n until the device can gather rows of n_columns out of n: some limit what a kernel may address in one tensor.
+int64_t largest_batch(const Gpu & gpu, int64_t n_columns, int64_t n) {
+    for (; n > min_tokens; n = std::max(min_tokens, (n + 1) / 2)) {
+        const TensorContext context(4);
+        ggml_tensor * x    = host().ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, n_columns, n);
+        ggml_tensor * rows = host().ggml_new_tensor_1d(context.get(), GGML_TYPE_I32, index_alignment);
+        if (gpu.supports(host().ggml_get_rows(context.get(), x, rows))) break;
+    }
+    return n;
 }
 
 }  // namespace
@@ -169,10 +179,11 @@ int64_t Streams::tokens_per_pass(const MoeLayer & layer, const LayerExperts & ex
         const BatchShape one  = shape_of(layer, 1, device_tile_rows, index_alignment * experts.n_expert());
         const size_t fixed    = BatchTensors(one, false).n_bytes(d->gpu());
         const size_t per_token = size_t(layer.n_x_slots * layer.up.weights.shape.k + layer.n_embd()) * 4 + size_t(layer.ids.n_used) * 12;
-        // Half of it for the batch at most, unless that would mean several passes over the experts.
         const size_t for_batch = may - slots;
         if (for_batch <= fixed) continue;
         n = std::min(n, std::max<int64_t>(min_tokens, int64_t((for_batch - fixed) / per_token)));
+        const int64_t widest = std::max(layer.n_x_slots * layer.up.weights.shape.k, layer.n_embd());
+        n = largest_batch(d->gpu(), widest, n);
     }
     return n;
 }
@@ -310,10 +321,7 @@ RunStatus Streams::run_pass(Pass & pass, char * error) {
     const uint64_t n_failed_before = n_failed_jobs_;
     const auto on_cpu = [&] {
         leases.clear();  // others may stream meanwhile
-        if (pass.x && !pass.x->to_host()) {
-            snprintf(error, 512, "%s: the device lost the input of %s", pass.x->gpu->name.c_str(), pass.experts->name().c_str());
-            return RunStatus::failed;
-        }
+        if (pass.x) pass.x->to_host();
         // The copy that failed may have been the one that brought the input.
         if (pass.x && n_failed_jobs_ != n_failed_before && !is_finite_input(pass.layer)) {
             snprintf(error, 512, "%s: the device failed, and the input of %s that it held is damaged; load the model without it (devices)",
@@ -354,7 +362,7 @@ RunStatus Streams::run_pass(Pass & pass, char * error) {
     }
     const std::vector<size_t> & devices = pass.devices;
     const bool is_elsewhere = pass.x && (devices.size() > 1 || &devices_[devices[0]]->gpu() != pass.x->gpu);
-    if (pass.x && (is_elsewhere || plan.n_cpu_experts) && !pass.x->to_host()) return on_cpu();
+    if (pass.x && (is_elsewhere || plan.n_cpu_experts)) pass.x->to_host();
     RunStatus status;
     return stream(pass, plan, devices, status, error) ? status : on_cpu();
 }
@@ -372,10 +380,7 @@ RunStatus Streams::run(const MoeLayer & given, const RunOptions & options, Works
     std::vector<int64_t> rows(size_t(experts->n_expert()), 0);
     const int64_t per_pass = tokens_per_pass(layer, *experts);
     const bool in_one = per_pass >= layer.ids.n_tokens;
-    if (!in_one && x && !x->to_host()) {
-        snprintf(error, 512, "%s: the device lost the input of %s", x->gpu->name.c_str(), experts->name().c_str());
-        return RunStatus::failed;
-    }
+    if (!in_one && x) x->to_host();
     for (int64_t t0 = 0; t0 < layer.ids.n_tokens; t0 += per_pass) {
         const MoeLayer part = tokens_of(layer, t0, std::min(per_pass, layer.ids.n_tokens - t0));
         Pass pass{part, experts, options, work, context.route, in_one ? x : nullptr, {}};

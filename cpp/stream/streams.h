@@ -28,12 +28,11 @@ struct StreamOptions {
     StreamSettings           device;
 };
 
-// Activations that a device holds already: [n_x_rows][n_embd], contiguous. layer.x has them only after to_host(), which
-// returns false when the device does not give them any more.
+// Activations that a device holds already: [n_x_rows][n_embd], contiguous. layer.x has them only after to_host().
 struct DeviceInput {
     const Gpu *           gpu    = nullptr;
     ggml_tensor *         tensor = nullptr;
-    std::function<bool()> to_host;
+    std::function<void()> to_host;
 };
 
 // What one context (ggml's back end instance) keeps between layers.

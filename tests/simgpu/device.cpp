@@ -55,9 +55,12 @@ bool is_foreign_layout(const ggml_tensor * t) {
     return of_host == GGML_BACKEND_DEVICE_TYPE_CPU || of_host == GGML_BACKEND_DEVICE_TYPE_ACCEL;
 }
 
-bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
+bool supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
+    const double limit = device_behind(dev).settings.max_tensor_mib * (1 << 20);
+    const auto is_too_large = [limit](const ggml_tensor * t) { return limit > 0 && double(hybrid_moe::host().ggml_nbytes(t)) > limit; };
+    if (is_too_large(op)) return false;
     for (const ggml_tensor * source : op->src) {
-        if (source && is_foreign_layout(source)) return false;
+        if (source && (is_foreign_layout(source) || is_too_large(source))) return false;
     }
     switch (op->op) {
         case GGML_OP_MUL_MAT:

@@ -98,6 +98,8 @@ const std::vector<DeviceOption> & device_options() {
     static const char * faults = "0 (never), N (the N-th call) or N+ (from the N-th on)";
     static const std::vector<DeviceOption> all = {
         {"SIMGPU_MEMORY_MIB", above, [](auto & t, auto & d) { return positive(t, d.memory_mib); }},
+        {"SIMGPU_MAX_TENSOR_MIB", "a number, 0 for no limit",
+         [](auto & t, auto & d) { return not_negative(t, d.max_tensor_mib); }},
         {"SIMGPU_HOST_MEMORY_MIB", "a number, 0 for no limit",
          [](auto & t, auto & d) { return not_negative(t, d.host_memory_mib); }},
         {"SIMGPU_PINNED_GBPS", rates, [](auto & t, auto & d) { return rate(t, d.pinned); }},

@@ -26,6 +26,7 @@ struct Stall {
 
 struct DeviceSettings {
     double  memory_mib      = 1024;
+    double  max_tensor_mib  = 0;  // larger tensors are refused; 0: no limit
     double  host_memory_mib = 0;  // what may be pinned; 0: no limit
     Rate    pinned          = {32, 32};
     Rate    pageable        = {12, 12};
