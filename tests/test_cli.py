@@ -231,6 +231,12 @@ def test_a_file_that_cannot_be_written_gets_one_sentence(model):
         assert said.count("cannot be written") == 1 and "choose a folder that exists" in said and "(" not in said
 
 
+def test_a_back_end_that_does_not_load_is_named(model):
+    assert "GGML_BACKEND_PATH=/nowhere/x.so cannot be loaded" in refusal(
+        "run", model, "-p", "a", GGML_BACKEND_PATH="/nowhere/x.so"
+    )
+
+
 def test_benchmarks_check_their_input_before_they_measure():
     assert "unknown type 'FP9'" in refusal("bench", "layer", "--types", "FP9")
     assert "unknown shape 'tiny'" in refusal("bench", "kernels", "--shapes", "tiny")
