@@ -210,14 +210,37 @@ def test_bad_models_get_one_line(command, tmp_path):
     assert "no GGUF" in refusal(*command, tmp_path / "empty")
     assert "no GGUF" in refusal(*command, tmp_path / "text")
     assert "cut off" in refusal(*command, tmp_path / "cut.gguf")
-    assert "config.json: is missing" in refusal(*command, tmp_path / "directory")
-    assert "MODEL" in refusal(*command)
+    assert f"{tmp_path}/directory/config.json: is missing" in refusal(*command, tmp_path / "directory")
+    (tmp_path / "a.safetensors").touch()
+    assert "give the folder it lies in" in refusal(*command, tmp_path / "a.safetensors")
+    assert f"MODEL'. (see hybrid-moe {command[0]} --help)" in refusal(*command)
 
 
 @pytest.mark.parametrize("command", [["run", "-p", "a"], ["info"]])
 def test_unknown_variables_and_values_get_one_line(command, model):
     assert "did you mean HYBRID_MOE_ISA?" in refusal(*command, model, HYBRID_MOE_ISO="avx2")
-    assert "choose one of auto" in refusal(*command, model, HYBRID_MOE_ISA="avx3")
+    assert "HYBRID_MOE_ISA='avx3' is not possible: choose one of auto" in refusal(
+        *command, model, HYBRID_MOE_ISA="avx3"
+    )
+    assert "HYBRID_MOE_DEVICES='X0': there is no GPU" in refusal(*command, model, HYBRID_MOE_DEVICES="X0")
+
+
+def test_a_file_that_cannot_be_written_gets_one_sentence(model):
+    for variable in ("HYBRID_MOE_TRACE", "HYBRID_MOE_STATS"):
+        said = refusal("run", model, "-p", "a", **{variable: "/nowhere/x.json"})
+        assert said.count("cannot be written") == 1 and "choose a folder that exists" in said and "(" not in said
+
+
+def test_a_back_end_that_does_not_load_is_named(model):
+    assert "GGML_BACKEND_PATH=/nowhere/x.so cannot be loaded" in refusal(
+        "run", model, "-p", "a", GGML_BACKEND_PATH="/nowhere/x.so"
+    )
+
+
+def test_benchmarks_check_their_input_before_they_measure():
+    assert "unknown type 'FP9'" in refusal("bench", "layer", "--types", "FP9")
+    assert "unknown shape 'tiny'" in refusal("bench", "kernels", "--shapes", "tiny")
+    assert "digits only, it is no number (see hybrid-moe fits --help)" in refusal("fits", "qwen3-30b", "--vram", "32GB")
 
 
 def test_command_alone_prints_help():

@@ -84,6 +84,15 @@ def test_what_limits(gib, cause):
     assert limit(s, search(s, lambda n: account(s, n))).startswith(cause)
 
 
+def test_a_reserve_that_leaves_nothing_is_named():
+    s = replace(setting(gib=1.2), reserve=GIB)
+    assert limit(s, search(s, lambda n: account(s, n))).startswith("weights")  # nor would it fit without
+    s = replace(setting(gib=4), reserve=4 * GIB)
+    assert limit(s, search(s, lambda n: account(s, n))).startswith(
+        "the reserve: but for its 4096 MiB, 512 tokens would fit"
+    )
+
+
 def test_cost_says_what_it_does_not_know():
     source = setting().source
     meta = {

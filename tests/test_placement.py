@@ -66,6 +66,18 @@ def see(run: Any) -> Any:
     return see
 
 
+def test_run_takes_the_gpu_of_a_named_back_end(gpus: Path):
+    """As `info` and `fits` do."""
+    command = [sys.executable, "-c", "from hybrid_moe_ext.cli import main; main()", "run", models.twin("F32")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SIMGPU_")}
+    done = subprocess.run(
+        [*command, "-p", "the", "-n", "2", "-t", "1"],
+        env=environment | {"GGML_BACKEND_PATH": str(gpus)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "placement: long prompts stream experts to SimGPU0; all layers" in done.stderr
+
+
 @pytest.fixture(scope="module")
 def expected() -> np.ndarray:
     """By the CPU, from the same weights in F32."""

@@ -262,6 +262,15 @@ class _environment:
             os.environ[name] = value
 
 
+def load_named_backend() -> str:
+    """Loads what GGML_BACKEND_PATH names, unless that is the plug-in (see `register`). The path if that fails, else ""."""
+    path = os.environ.get("GGML_BACKEND_PATH", "")
+    if not path or Path(path).name == library_path().name:
+        return ""
+    C.llama_backend_init()
+    return "" if ggml_function("ggml_backend_load", ctypes.c_void_p, [ctypes.c_char_p])(os.fsencode(path)) else path
+
+
 def host_version() -> str:
     return ggml_function("ggml_version", ctypes.c_char_p, [])().decode()
 

@@ -16,6 +16,7 @@ from .._native import ggml_function
 from ..errors import HybridMoeError
 from ..fits import DeviceUse, Fits, fits
 from ..fits.accounting import gpus_here
+from ..placement import MOST_TOKENS
 from .terminal import write
 
 GIB = 1 << 30
@@ -60,6 +61,7 @@ def summary(a: Fits) -> list[str]:
         times = "once" if a.n_passes == 1 else f"{a.n_passes} times"
         lines = [
             f"n_ubatch:     {a.best.n_ubatch} at most, at {a.fastest.n_ubatch} the prompt is fastest",
+            *_above_default(a.best.n_ubatch),
             f"limited by:   {a.limited_by}",
             f"one pass:     {a.link_bytes / 1e9:.3g} GB of experts in {a.pass_s:.3g} s, so at most "
             f"{a.best.ceiling_tps:.0f} tokens/s of prefill",
@@ -67,6 +69,12 @@ def summary(a: Fits) -> list[str]:
             f"with compute at {a.tflops:g} TFLOP/s: the {'link' if a.slowest == 'link' else 'GPU'} is what it waits for",
         ]
     return [*lines, *_attention(a), *(f"note:         {note}" for note in a.notes)]
+
+
+def _above_default(n_ubatch: int) -> list[str]:
+    if n_ubatch <= MOST_TOKENS:
+        return []
+    return [f"              Llama takes up to {MOST_TOKENS} by itself; more needs n_ubatch= (or -ub)"]
 
 
 def _attention(a: Fits) -> list[str]:
@@ -97,7 +105,8 @@ def info_section(model: str) -> dict[str, Any] | None:
     except HybridMoeError as error:
         return {"lines": [f"streaming:    {error}"], "answer": None}
     gpus = ", ".join(f"{gpu.name} with {gpu.n_bytes / GIB:.1f} GiB free" for gpu in answer.gpus)
-    return {"lines": [f"streaming:    {gpus}", *summary(answer)], "answer": answer.as_dict()}
+    links = f"assuming {answer.links[0]:g} GB/s to a GPU; `hybrid-moe fits --link` changes it"
+    return {"lines": [f"streaming:    {gpus}, {links}", *summary(answer)], "answer": answer.as_dict()}
 
 
 def _may_have_gpu() -> bool:
@@ -144,6 +153,6 @@ def _advice(a: Fits) -> list[str]:
     device = min(a.rows[0].devices, key=lambda d: d.ring)
     missing = max(0, -device.ring) + 2 * a.slot_bytes
     return [
-        f"missing:      {missing / GIB:.3g} GiB on {device.name}: a smaller --context, --kv-type q8_0 or --dense-type q8_0 "
-        "save some"
+        f"missing:      {missing / GIB:.3g} GiB on {device.name}: a smaller --context, --kv-type q8_0, --dense-type q8_0 "
+        "or a smaller --reserve save some"
     ]

@@ -14,8 +14,8 @@ import llama_cpp.llama_cpp as C
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from .. import Llama, counters, streamed
-from .._native import STREAMING, ggml_function
-from ..errors import HybridMoeError, OptionError
+from .._native import STREAMING, ggml_function, load_named_backend
+from ..errors import HybridMoeError, OptionError, PluginError
 from ..gpus import find_gpus
 from ..info import BOTH, HOST, OURS, ModelInfo, describe_model
 from ..machine import Copies, copies
@@ -211,6 +211,8 @@ def load(request: Request, n_ctx: int) -> Llama:
         given |= {"n_ubatch": request.n_ubatch, "n_batch": max(request.n_ubatch, DEFAULT_BATCH)}
     if request.n_gpu_layers is not None:
         given["n_gpu_layers"] = request.n_gpu_layers
+    if other := load_named_backend():
+        raise PluginError(f"GGML_BACKEND_PATH={other} cannot be loaded ({last_errors()}): unset it or correct it")
     with progress_bar("loading") as progress:
         try:
             return Llama(

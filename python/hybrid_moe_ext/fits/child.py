@@ -56,9 +56,7 @@ class Session:
     def start(self, assumed: list[int]) -> dict[str, Any]:
         C.llama_log_set(_log, None)
         C.llama_backend_init()
-        other = os.environ.get("GGML_BACKEND_PATH")
-        load = ggml_function("ggml_backend_load", ctypes.c_void_p, [ctypes.c_char_p])
-        if other and os.path.realpath(other) != os.path.realpath(_native.library_path()) and not load(other.encode()):
+        if other := _native.load_named_backend():
             raise PluginError(f"GGML_BACKEND_PATH={other} cannot be loaded ({_reasons()}): unset it or correct it")
         _native.register(Options.resolve())
         if assumed:

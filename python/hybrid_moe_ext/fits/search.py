@@ -129,6 +129,8 @@ def limit(s: Setting, rows: list[Row]) -> str:
     worst = min(
         next(row for row in rows if not row.fits).devices, key=lambda d: d.slots * s.slot_bytes + min(0, d.ring)
     )
+    if not rows[0].fits and worst.ring + s.reserve >= SLOTS * s.slot_bytes:
+        return f"the reserve: but for its {s.reserve >> 20} MiB, {rows[0].n_ubatch} tokens would fit on {worst.name}"
     if worst.weights > worst.usable:
         return f"weights: they do not fit on {worst.name}"
     if worst.weights + worst.kv_cache > worst.usable:
