@@ -25,7 +25,7 @@ from hybrid_moe_ext.bench.stream_ggml import gpu_devices
 from hybrid_moe_ext.bench.stream_link import Link
 from hybrid_moe_ext.bench.stream_peer import neighbours
 from hybrid_moe_ext.bench.stream_report import DeviceUse, Rates, threshold
-from hybrid_moe_ext.bench.trace import busy_share, passes_of, read_trace, window
+from hybrid_moe_ext.bench.trace import Span, busy_share, passes_of, read_trace, window
 from hybrid_moe_ext.cli import run as command_line
 from hybrid_moe_ext.options import Options
 from simgpu.build import library
@@ -288,6 +288,14 @@ def test_a_trace_is_read_and_cut_to_its_last_layers(tmp_path):
     both = window(spans, 5)
     assert both.layers == ["blk.0", "blk.1"] and both.begin == 0 and both.end == pytest.approx(0.17)
     assert len(both.spans) == len(spans)
+
+
+def test_devices_that_begin_late_are_of_the_same_pass():
+    def inputs(device: int, begin: float, layer: str = "blk.0") -> Span:
+        return Span(f"GPU{device}", "upload", "inputs", begin, begin + 1, layer, None, 64, 100)
+
+    spans = [inputs(0, 0), inputs(1, 5), inputs(0, 10), inputs(1, 11), inputs(0, 20, "blk.1"), inputs(0, 30)]
+    assert passes_of(spans) == [("blk.0", 0, 6), ("blk.0", 10, 12), ("blk.1", 20, 21), ("blk.0", 30, 31)]
 
 
 @pytest.mark.parametrize("cut", range(1, 190, 7))

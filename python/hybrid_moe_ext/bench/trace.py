@@ -106,13 +106,20 @@ def _span(event: dict[str, Any], names: dict[tuple[int, int | None], str]) -> Sp
 def passes_of(spans: list[Span]) -> list[tuple[str, float, float]]:
     """Each time a layer ran: its name, from its inputs or first computation to its last result."""
     passes: list[tuple[str, float, float]] = []
+    began: set[str] = (
+        set()
+    )  # devices that have their inputs of the last of them: with the next ones another pass begins
     for s in spans:
-        if s.name in ("expert ahead",) or (s.lane == "upload" and s.name != "inputs"):
+        if s.name == "expert ahead" or (s.lane == "upload" and s.name != "inputs"):
             continue
-        if passes and passes[-1][0] == s.layer and not (s.name == "inputs" and s.begin >= passes[-1][2]):
+        is_again = s.name == "inputs" and s.process in began
+        if passes and passes[-1][0] == s.layer and not is_again:
             passes[-1] = (s.layer, passes[-1][1], max(passes[-1][2], s.end))
         else:
             passes.append((s.layer, s.begin, s.end))
+            began.clear()
+        if s.name == "inputs":
+            began.add(s.process)
     return passes
 
 
