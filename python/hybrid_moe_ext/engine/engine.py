@@ -141,11 +141,15 @@ class Engine:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._mail.close()
-            for thread in self._threads:
-                thread.join()
+            self.close_threads()
             self._free()
             atexit.unregister(self.close)
+
+    def close_threads(self) -> None:
+        """The first half of close(): nothing runs any more, the model is still there."""
+        self._mail.close()
+        for thread in self._threads:
+            thread.join()
 
     def __enter__(self) -> Engine:
         return self
