@@ -87,7 +87,7 @@ def assert_solo(name: str, prompt: list[int], tokens: list[int], is_whole: int |
     """The tokens are those of the request alone, up to a tie. Returns how many were compared."""
     if is_whole is not None:
         assert len(tokens) == is_whole
-    expected, margins = solo(name, tuple(prompt), max(32, len(tokens)))
+    expected, margins = solo(name, tuple(prompt), min(max(32, len(tokens)), 512 - len(prompt)))
     for i, (token, wanted, margin) in enumerate(zip(tokens, expected, margins, strict=False)):
         if token != wanted:
             assert margin < TIE, f"token {i} is {token}, alone it is {wanted}, by {margin}"

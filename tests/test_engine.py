@@ -51,12 +51,12 @@ def test_every_stream_is_its_solo_run(name: str) -> None:
 def test_a_conversation_goes_on_where_it_was(name: str) -> None:
     """Each turn's prompt is all that came before, so only the new part is computed, and the answer is the same."""
     with engine(name) as e:
-        text = prompt(30, seed=1)
+        text, n_known = prompt(30, seed=1), 0
         for turn in range(3):
             r = result(e.submit(greedy(text, 12)))
             assert_solo(name, text, r.tokens, is_whole=12)
             # The last token of an answer was never computed; of the prompt one token always is.
-            assert r.finish.metrics.n_reused == (0 if turn == 0 else n_known)
+            assert r.finish.metrics.n_reused == n_known
             n_known = len(text) + 11
             text = text + r.tokens + prompt(7, seed=10 + turn)
         assert e.metrics().reused_tokens > 0
@@ -218,7 +218,7 @@ def test_asyncio_consumers() -> None:
             await asyncio.wait_for(read(stream), 0.2)
         gate.open()
         stream.cancel()
-        assert [event async for event in stream] is not None
+        assert len([event async for event in stream]) <= 20
         assert stream.finish is not None and stream.finish.reason == "cancelled"
 
     gate = Gate()

@@ -53,8 +53,6 @@ class Sampling:
                 )
         if self.grammar is not None and self.json_schema is not None:
             raise RequestError("grammar and json_schema are both given: choose one")
-        if self.grammar is not None and (not isinstance(self.grammar, str) or "\0" in self.grammar):
-            raise RequestError("grammar must be text in GBNF, without NUL characters")
 
 
 @dataclass(frozen=True)

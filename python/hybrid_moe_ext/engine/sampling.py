@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import secrets
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import llama_cpp.llama_cpp as C
 import numpy as np
 import numpy.typing as npt
-from llama_cpp.llama_grammar import json_schema_to_gbnf
 
-from ..errors import EngineError, RequestError
+from ..errors import EngineError
+from .grammar import grammar_sampler
 from .request import Sampling
 
 Logits = npt.NDArray[np.float32]
@@ -30,7 +29,7 @@ class Sampler:
     def __init__(self, vocab: Any, sampling: Sampling, eog_tokens: list[int], prompt: list[int], n_ctx: int):
         self._n_vocab = C.llama_vocab_n_tokens(vocab)
         self._vocab = vocab
-        self._grammar = _grammar(vocab, sampling)
+        self._grammar = grammar_sampler(vocab, sampling)
         self._chain = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
         bias = dict(sampling.logit_bias)
         if sampling.ignore_eos:
@@ -119,26 +118,6 @@ def _parts(s: Sampling, bias: dict[int, float], n_vocab: int, last_n: int) -> li
     # llama.cpp takes this seed for "a random one".
     seed = seed - 1 if seed == C.LLAMA_DEFAULT_SEED else seed
     return [*parts, C.llama_sampler_init_temp(s.temperature), C.llama_sampler_init_dist(seed)]
-
-
-def _grammar(vocab: Any, s: Sampling) -> Any:
-    text = s.grammar
-    if s.json_schema is not None:
-        try:
-            schema = s.json_schema if isinstance(s.json_schema, str) else json.dumps(s.json_schema)
-            text = json_schema_to_gbnf(schema)
-        except Exception as error:  # its converter raises whatever a schema makes it stumble on
-            raise RequestError(f"json_schema cannot be made into a grammar: {error or type(error).__name__}") from error
-    if text is None:
-        return None
-    if C.llama_vocab_type(vocab) == C.LLAMA_VOCAB_TYPE_NONE:
-        raise RequestError("this model has no tokenizer, so a grammar cannot be kept: leave it out")
-    grammar = C.llama_sampler_init_grammar(vocab, text.encode("utf-8", "replace"), b"root")
-    if not grammar:
-        raise RequestError(
-            "the grammar cannot be used: llama.cpp wants GBNF with a rule `root`, no undefined rules and no left recursion"
-        )
-    return grammar
 
 
 def log_probabilities(logits: Logits, token: int, n_top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
