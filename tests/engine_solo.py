@@ -135,21 +135,30 @@ class Gate:
         self._open = threading.Event()
         self._open.set()
         self._held = threading.Semaphore(0)
+        self._next = threading.Semaphore(0)
 
     def __call__(self, report: object) -> None:
         self.reports.append(report)
         if not self._open.is_set():
             self._held.release()
-            self._open.wait(DEADLOCK_S)
+            assert self._next.acquire(timeout=DEADLOCK_S)
 
     def shut(self) -> None:
+        while self._next.acquire(blocking=False):
+            pass
         self._open.clear()
 
     def wait_until_held(self) -> None:
         assert self._held.acquire(timeout=DEADLOCK_S)
 
+    def step(self) -> None:
+        """One more, and holds again."""
+        self._next.release()
+        self.wait_until_held()
+
     def open(self) -> None:
         self._open.set()
+        self._next.release()
 
 
 def assert_nothing_leaked(engine: Engine) -> None:

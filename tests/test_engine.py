@@ -16,7 +16,7 @@ from engine_solo import (
     result,
     watchdog,
 )
-from hybrid_moe_ext.engine import Request, Sampling
+from hybrid_moe_ext.engine import Request, Sampling, Stream
 
 # Latent attention (FP8 experts), attention, attention with sliding windows, recurrent.
 MODELS = ["demo", "qwen3-30b", "gpt-oss-120b", "mamba"]
@@ -44,6 +44,21 @@ def test_every_stream_is_its_solo_run(name: str) -> None:
         via = [r.finish.metrics.via for r in results]
         assert via[0] == "decode" and via[1] == "prefill" and via[4] == "prefill"
         assert all(r.finish.reason == "length" and len(r.finish.metrics.tpot_ms) == 23 for r in results)
+        assert_nothing_leaked(e)
+
+
+def test_a_cache_of_the_window_only() -> None:
+    """Without swa_full nothing of the sliding-window layers outlives its use, so nothing is kept and nothing reused."""
+    with engine("gpt-oss-120b", swa_full=False) as e:
+        text = prompt(70, seed=1)
+        for p in (text, [*text, 5], text[:30], prompt(150, seed=2), text):
+            r = result(e.submit(greedy(p, 24)))
+            assert_solo("gpt-oss-120b", p, r.tokens, is_whole=24)
+            assert r.finish.metrics.n_reused == 0
+        streams = [e.submit(greedy(p, 24)) for p in (text, text[:40], prompt(150, seed=2), text)]
+        for s, p in zip(streams, (text, text[:40], prompt(150, seed=2), text), strict=True):
+            assert_solo("gpt-oss-120b", p, result(s).tokens, is_whole=24)
+        assert e.metrics().kept_now == 0
         assert_nothing_leaked(e)
 
 
@@ -108,6 +123,26 @@ def test_long_prompts_reuse_both_contexts() -> None:
         assert r.finish.metrics.via == "prefill" and r.finish.metrics.n_reused == 100
         assert_solo("qwen3-30b", longer, r.tokens, is_whole=20)
         assert e.metrics().prefill_tokens == 179
+        elsewhere = begin[:75] + prompt(80, seed=3)
+        r = result(e.submit(greedy(elsewhere, 20)))
+        assert r.finish.metrics.via == "prefill" and r.finish.metrics.n_reused == 75
+        assert_solo("qwen3-30b", elsewhere, r.tokens, is_whole=20)
+        assert e.metrics().prefill_tokens == 179 + 79
+        assert_nothing_leaked(e)
+
+
+def test_what_a_window_left_behind_is_not_reused() -> None:
+    """Of a long prompt only the last window moves to the decode context: earlier places cannot be gone on from."""
+    with engine("gpt-oss-120b", piece_tokens=40) as e:
+        text = prompt(150, seed=1)
+        assert result(e.submit(greedy(text, 4))).finish.metrics.via == "prefill"
+        middle = [*text[:58], 7, 8]
+        r = result(e.submit(greedy(middle, 20)))
+        assert r.finish.metrics.n_reused == 0
+        assert_solo("gpt-oss-120b", middle, r.tokens, is_whole=20)
+        r = result(e.submit(greedy([*text, 9, 9], 20)))
+        assert r.finish.metrics.n_reused == 150 and r.finish.metrics.via == "decode"
+        assert_solo("gpt-oss-120b", [*text, 9, 9], r.tokens, is_whole=20)
         assert_nothing_leaked(e)
 
 
@@ -197,6 +232,38 @@ def test_a_step_that_is_too_slow_shrinks_the_chunk() -> None:
         assert all(r.chunk_limit == 4 for r in beside)
         m = e.metrics()
         assert m.tpot_missed == 2 and m.tpot_met == 0 and m.ttft_met == 2
+
+
+def test_first_come_first_served() -> None:
+    """Who waits for cells is overtaken by nobody; who waits for the prefill worker only is, by short prompts."""
+
+    def begin(s: Stream) -> int:
+        return next(i for i, r in enumerate(gate.reports) if s.id in dict(r.chunks))
+
+    gate = Gate()
+    with engine("qwen3-30b", on_step=gate, n_ctx=256, prefill_from=60, prefill_batch=32) as e:
+        gate.shut()
+        first = e.submit(greedy(prompt(100, seed=0)[:50], 100))
+        gate.wait_until_held()
+        big = e.submit(greedy(prompt(50, seed=1), 150))  # needs 200 cells of the 106 left
+        small = [e.submit(greedy(prompt(5, seed=2 + i), 5)) for i in range(3)]  # would fit now
+        gate.open()
+        for s in (first, big, *small):
+            result(s)
+        begun = [begin(s) for s in (first, big, *small)]
+        assert begun == sorted(begun)
+        # Two long prompts hold a place, the third waits for the prefill worker: the short one goes before it.
+        gate.shut()
+        hold = e.submit(greedy(prompt(5, seed=9), 20))
+        gate.wait_until_held()
+        long = [e.submit(greedy(prompt(62, seed=20 + i), 1)) for i in range(3)]
+        short = e.submit(greedy(prompt(5, seed=30), 1))
+        gate.open()
+        for s in (hold, *long, short):
+            result(s)
+        assert [s.finish.metrics.via for s in (*long, short)] == ["prefill"] * 3 + ["decode"]
+        assert begin(short) < begin(long[2])
+        assert_nothing_leaked(e)
 
 
 def test_asyncio_consumers() -> None:

@@ -351,6 +351,26 @@ def test_cancel_in_every_state(name: str) -> None:
         assert_nothing_leaked(e)
 
 
+def test_cancel_with_pieces_on_the_way() -> None:
+    """The prefill worker waits for room for the next piece, others lie there: all of them are dropped, and it goes on."""
+    gate = Gate()
+    with engine("qwen3-30b", on_step=gate, prefill_batch=16, piece_tokens=8, pieces_ahead=3) as e:
+        gate.shut()
+        bystander = e.submit(greedy(prompt(5, seed=1), 60))
+        gate.wait_until_held()
+        long = e.submit(greedy(prompt(200, seed=2), 5))
+        gate.step()
+        while len(e._mail.pieces) < 3:
+            threading.Event().wait(0.002)
+        long.cancel()
+        gate.open()
+        assert result(long).finish.reason == "cancelled" and result(long).tokens == []
+        again = e.submit(greedy(prompt(200, seed=3), 5))
+        assert_solo("qwen3-30b", prompt(200, seed=3), result(again).tokens, is_whole=5)
+        assert_solo("qwen3-30b", prompt(5, seed=1), result(bystander).tokens, is_whole=60)
+        assert_nothing_leaked(e)
+
+
 def test_close_while_running() -> None:
     gate = Gate()
     e = engine("qwen3-30b", n_parallel=2, on_step=gate, prefill_batch=16)

@@ -70,6 +70,7 @@ class SequenceCache:
         self.cells = Cells(context.n_ctx)
         self.live: list[Sequence] = []
         self.kept: list[Sequence] = []  # the longest unused first
+        self.bytes_kept = 0
         self._context = context
         self._ids = list(range(n_seq + n_kept))
         self._n_kept = n_kept if context.memory.has_prefixes else 0
@@ -122,24 +123,26 @@ class SequenceCache:
         for other in self.kept[:-1]:  # what the new one has as well
             if not self._context.memory.recurrent and common(other.history, sequence.history) == other.n:
                 self._forget(other)
-        while len(self.kept) > self._n_kept or self.bytes_kept() > self._kept_bytes:
+        self._count_kept()
+        while len(self.kept) > self._n_kept or self.bytes_kept > self._kept_bytes:
             self._forget(self.kept[0])
 
     def forget_all_kept(self) -> None:
         while self.kept:
             self._forget(self.kept[0])
 
-    def bytes_kept(self) -> int:
-        if not self.kept:
-            return 0
-        n_cells = len(np.unique(np.concatenate([s.cells for s in self.kept])))
-        return n_cells * self._bytes_per_token + len(self.kept) * self._bytes_per_seq
+    def _count_kept(self) -> None:
+        taken = np.zeros(self.cells.n, np.bool_)
+        for sequence in self.kept:
+            taken[sequence.cells] = True
+        self.bytes_kept = int(taken.sum()) * self._bytes_per_token + len(self.kept) * self._bytes_per_seq
 
     def _forget(self, sequence: Sequence) -> None:
         self.kept.remove(sequence)
         self._context.remove(sequence.id)
         self.cells.drop(sequence.cells)
         self._ids.append(sequence.id)
+        self._count_kept()
 
     def _room_without_kept(self, shared: npt.NDArray[np.intp]) -> int:
         taken = np.zeros(self.cells.n, np.bool_)

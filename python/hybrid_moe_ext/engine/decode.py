@@ -229,6 +229,7 @@ class DecodeWorker:
             self._running.remove(running)
             self._cache.close(running.sequence, keep)
             running.sequence = None
+            self._note_state()
 
     def _fail(self, running: Running, error: EngineError) -> None:
         self._release(running, keep=False)
@@ -267,7 +268,7 @@ class DecodeWorker:
         m, cache = self._metrics, self._cache
         m.running_now = len(self._running)
         m.prefilling_now = sum(r.job is not None for r in self._running)
-        m.kept_now, m.kept_bytes_now = len(cache.kept), cache.bytes_kept()
+        m.kept_now, m.kept_bytes_now = len(cache.kept), cache.bytes_kept
         m.cells_now = cache.cells.n - cache.cells.n_free
 
     def _note(self, plan: Plan, installed: int, seconds: float) -> None:

@@ -162,9 +162,8 @@ class Engine:
     def _load(self, model_path: str | os.PathLike[str], options: dict[str, Any]) -> Llama:
         """The model, with llama_cpp.Llama's own context as the prefill worker's."""
         o = self.options
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         sizes = {"n_batch": o.prefill_batch, "n_ubatch": o.prefill_batch} if o.prefill_batch else {}
-        n_threads = {"n_threads": o.n_threads_prefill or cores, "n_threads_batch": o.n_threads_prefill or cores}
+        n_threads = {"n_threads": o.n_threads_prefill or _cores(), "n_threads_batch": o.n_threads_prefill or _cores()}
 
         def adjust(model: Any, params: Any) -> None:
             params.n_seq_max = N_SEQUENCES
@@ -215,8 +214,7 @@ class Engine:
         params.n_ctx = o.n_ctx
         params.n_batch = params.n_ubatch = min(o.n_batch, o.n_ctx)
         params.n_outputs_max = params.n_seq_max
-        if o.n_threads:
-            params.n_threads = params.n_threads_batch = o.n_threads
+        params.n_threads = params.n_threads_batch = o.n_threads or _cores()
         context = seam.create_stock(model, params)
         if context is None:
             raise OptionError(
@@ -237,6 +235,8 @@ class Engine:
             worker.end()
 
     def _tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         check_prompt(tokens, self.n_vocab, self.n_ctx)
         return tokens
@@ -254,6 +254,10 @@ class Engine:
         if self._decode_ctx is not None:
             C.llama_free(self._decode_ctx)
         self.llama.close()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _agree(prefill: Context, decode: Context, seq: int) -> tuple[int, int]:
