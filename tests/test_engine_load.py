@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Iterator
 
+import llama_cpp.llama_cpp as C
 import pytest
 
 from engine_solo import DEADLOCK_S, assert_nothing_leaked, assert_solo, engine, greedy, prompt, watchdog
@@ -84,6 +85,22 @@ class Caller(threading.Thread):
         self.got.append((text, n, stream, tokens))
 
 
+def _count_samplers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    n, lock = {"made": 0, "freed": 0}, threading.Lock()
+
+    def counted(function, what: str):
+        def call(*args):
+            with lock:
+                n[what] += 1
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(C, "llama_sampler_chain_init", counted(C.llama_sampler_chain_init, "made"))
+    monkeypatch.setattr(C, "llama_sampler_free", counted(C.llama_sampler_free, "freed"))
+    return n
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -97,7 +114,8 @@ class Caller(threading.Thread):
         ("mamba", {"n_kept": 2}),
     ],
 )
-def test_random_requests(name: str, options: dict) -> None:
+def test_random_requests(name: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    samplers = _count_samplers(monkeypatch)
     with engine(name, **options) as e:
         callers = [Caller(e, seed) for seed in range(N_CALLERS)]
         for caller in callers:
@@ -122,3 +140,4 @@ def test_random_requests(name: str, options: dict) -> None:
         assert m.refused == sum(caller.n_refused for caller in callers)
         assert m.reused_tokens > 0 and m.prefill_tokens > 0 and m.moved_bytes > 0
         assert_nothing_leaked(e)
+    assert samplers["made"] == samplers["freed"] > 100
