@@ -47,7 +47,7 @@ def model(name: str) -> tuple[str, dict]:
 
 def engine(name: str = "demo", **options: object) -> Engine:
     path, exact = model(name)
-    small = {"n_ctx": 512, "n_batch": 48, "n_parallel": 4, "n_threads": 1, "n_threads_prefill": 1, "queue": 1000}
+    small = {"n_ctx": 512, "n_batch": 48, "n_parallel": 4, "n_threads": 1, "queue": 1000}
     # No service level in the way: what is computed beside what shall not depend on this machine's speed.
     lenient = {"tpot_ms": 1e6, "ttft_s": 1e6}
     return Engine(path, **{**exact, **small, **lenient, "prefill_from": 64, "piece_tokens": 16, **options})

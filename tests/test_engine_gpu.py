@@ -30,9 +30,7 @@ def _serve(library: str, model: str) -> dict[str, Any]:
     alone = [[t for t, _ in zip(llm.generate(p, temp=0.0), range(N_TOKENS), strict=False)] for p in prompts]
     llm.close()
     before = streamed.report()
-    with engine_solo.Engine(
-        model, n_ctx=512, n_parallel=2, n_batch=32, n_threads=1, n_threads_prefill=1, prefill_from=64, **exact
-    ) as e:
+    with engine_solo.Engine(model, n_ctx=512, n_parallel=2, n_batch=32, n_threads=1, prefill_from=64, **exact) as e:
         streams = [e.submit(engine_solo.greedy(p, N_TOKENS)) for p in prompts]
         results = [s.result(200) for s in streams]
         return {

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hybrid_moe_ext.engine.cache import Cells, common
 from hybrid_moe_ext.engine.context import Memory
 from hybrid_moe_ext.engine.metrics import RequestMetrics
+from hybrid_moe_ext.engine.options import EngineOptions, Threads
 from hybrid_moe_ext.engine.pace import Pace
 from hybrid_moe_ext.engine.stream import Finish, Stream, Token
 from hybrid_moe_ext.engine.text import TextOut
@@ -60,6 +61,14 @@ def test_cells_count_as_a_unified_cache(steps: list[tuple[int, int]]) -> None:
         elif kind == 2 and held:
             cells.drop(held.pop(n % len(held)))
         assert cells.n_free == 32 - len({int(t) for tickets in held for t in tickets})
+
+
+@pytest.mark.parametrize(
+    ("n", "n_decode", "shares"),
+    [(1, 0, (1, 1, 1)), (2, 0, (2, 1, 1)), (8, 0, (8, 4, 4)), (8, 2, (8, 2, 6)), (9, 0, (9, 4, 5)), (4, 9, (4, 3, 1))],
+)
+def test_cores_are_shared(n: int, n_decode: int, shares: tuple[int, int, int]) -> None:
+    assert EngineOptions(n_threads=n, n_threads_decode=n_decode).threads() == Threads(*shares)
 
 
 def test_common_prefix() -> None:

@@ -72,6 +72,7 @@ class Context:
             for column in (self._batch.token, self._batch.pos, self._batch.n_seq_id, self._batch.logits)
         )
         self._n_seq[:] = 1
+        self._n_threads = 0  # not set yet
 
     def free_batch(self) -> None:
         C.llama_batch_free(self._batch)
@@ -88,8 +89,11 @@ class Context:
         self.n_tokens = end
         return end - 1
 
-    def decode(self) -> None:
+    def decode(self, n_threads: int) -> None:
         """Computes the batch and empties it."""
+        if n_threads != self._n_threads:
+            self._n_threads = n_threads
+            C.llama_set_n_threads(self.ctx, n_threads, n_threads)
         self._batch.n_tokens, self.n_tokens = self.n_tokens, 0
         take_failure()  # an older one of this thread
         code = C.llama_decode(self.ctx, self._batch)

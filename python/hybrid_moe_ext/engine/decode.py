@@ -51,6 +51,7 @@ class DecodeWorker:
         self._options = options
         self._on_step = on_step
         self._moving = options.n_parallel + options.n_kept  # the sequence that pieces arrive in
+        self._threads = options.threads()
         self._pace = Pace(options.tpot_ms / 1e3, options.ttft_s, options.min_chunk, context.n_batch)
         self._running: list[Running] = []  # in the order in which they were admitted
         self._metrics = EngineMetrics(cells=context.n_ctx)
@@ -61,6 +62,7 @@ class DecodeWorker:
         installed = self._install()
         self._admit()
         plan = self._plan()
+        self._note_state()
         if plan:
             self._compute(plan, installed)
         else:
@@ -196,7 +198,7 @@ class DecodeWorker:
             place = self._context.add(part, sequence.n, sequence.id, logits=is_last)
             if is_last:
                 places.append((running, place))
-        self._context.decode()
+        self._context.decode(self._threads.decode if any(r.job for r in self._running) else self._threads.alone)
         for running, n in [*((r, 1) for r in plan.decoding), *plan.chunks]:
             assert running.sequence is not None
             running.sequence.computed(n)
@@ -266,6 +268,7 @@ class DecodeWorker:
 
     def _note_state(self) -> None:
         m, cache = self._metrics, self._cache
+        self._mail.n_decoding = sum(r.job is None for r in self._running)
         m.running_now = len(self._running)
         m.prefilling_now = sum(r.job is not None for r in self._running)
         m.kept_now, m.kept_bytes_now = len(cache.kept), cache.bytes_kept

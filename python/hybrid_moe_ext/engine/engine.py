@@ -34,7 +34,7 @@ _MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 # Options of llama_cpp.Llama that mean something else here, and what to give instead.
 _NOT_HERE = {
     "n_ubatch": "give n_batch (decode) and prefill_batch",
-    "n_threads_batch": "give n_threads_prefill",
+    "n_threads_batch": "give n_threads: what a worker has alone, and n_threads_decode",
     "logits_all": "give logprobs with a request",
     "embedding": "use Llama",
     "draft_model": "use Llama",
@@ -163,7 +163,7 @@ class Engine:
         """The model, with llama_cpp.Llama's own context as the prefill worker's."""
         o = self.options
         sizes = {"n_batch": o.prefill_batch, "n_ubatch": o.prefill_batch} if o.prefill_batch else {}
-        n_threads = {"n_threads": o.n_threads_prefill or _cores(), "n_threads_batch": o.n_threads_prefill or _cores()}
+        n_threads = {"n_threads": o.threads().alone, "n_threads_batch": o.threads().alone}
 
         def adjust(model: Any, params: Any) -> None:
             params.n_seq_max = N_SEQUENCES
@@ -178,7 +178,7 @@ class Engine:
         return min(self.options.n_ctx, C.llama_model_n_ctx_train(model) or self.options.n_ctx)
 
     def _start(self, on_step: Callable[[StepReport], None] | None) -> None:
-        model = self.llama.model
+        o, model = self.options, self.llama.model
         self.n_ctx = self._longest(model)  # of one sequence
         self._vocab = C.llama_model_get_vocab(model)
         self.n_vocab = C.llama_vocab_n_tokens(self._vocab)
@@ -189,12 +189,11 @@ class Engine:
         self._decode_ctx = self._new_decode_context(model)
         prefill, decode = Context(self.llama.ctx, self.memory), Context(self._decode_ctx, self.memory)
         self._contexts = [prefill, decode]
-        per_seq, per_token = _agree(prefill, decode, self.options.n_parallel + self.options.n_kept)
-        o = self.options
+        per_seq, per_token = _agree(prefill, decode, o.n_parallel + o.n_kept, o.threads().alone)
         self._mail = Mailbox(o.queue, o.pieces_ahead)
         cache = SequenceCache(decode, o.n_parallel, o.n_kept, o.kept_mib * 2**20, per_seq, per_token)
         self._decode = DecodeWorker(decode, cache, self._vocab, self._mail, o, on_step)
-        self._prefill = PrefillWorker(prefill, self._mail, o.piece_tokens)
+        self._prefill = PrefillWorker(prefill, self._mail, o.piece_tokens, o.threads())
         self._threads = [
             threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
             for worker, name in ((self._decode, "hybrid-moe-decode"), (self._prefill, "hybrid-moe-prefill"))
@@ -214,7 +213,6 @@ class Engine:
         params.n_ctx = o.n_ctx
         params.n_batch = params.n_ubatch = min(o.n_batch, o.n_ctx)
         params.n_outputs_max = params.n_seq_max
-        params.n_threads = params.n_threads_batch = o.n_threads or _cores()
         context = seam.create_stock(model, params)
         if context is None:
             raise OptionError(
@@ -256,16 +254,12 @@ class Engine:
         self.llama.close()
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _agree(prefill: Context, decode: Context, seq: int) -> tuple[int, int]:
+def _agree(prefill: Context, decode: Context, seq: int, n_threads: int) -> tuple[int, int]:
     """Moves a sequence of one and of two tokens. Returns the bytes of a sequence and of each token. Raises EngineError."""
     sizes = []
     for n in (1, 2):
         prefill.add([0], n - 1, 0, logits=False)
-        prefill.decode()
+        prefill.decode(n_threads)
         state = prefill.state(0)
         decode.set_state(seq, state)
         sizes.append(len(state))

@@ -45,6 +45,7 @@ class Mailbox:
     closing: bool = False
     draining: bool = False
     failure: BaseException | None = None  # of a worker: our bug
+    n_decoding: int = 0  # sequences that the decode worker computes; read without waiting for it
     refused: int = 0
     submitted: int = 0
     _news: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -10,6 +11,15 @@ from ..errors import OptionError
 
 def _number(default: float, least: float, help: str) -> Any:
     return field(default=default, metadata={"least": least, "help": help})
+
+
+@dataclass(frozen=True)
+class Threads:
+    """How the cores are shared. Two teams on the same cores wait for each other's threads at every operation."""
+
+    alone: int
+    decode: int  # while both workers compute
+    prefill: int
 
 
 @dataclass(frozen=True)
@@ -30,8 +40,8 @@ class EngineOptions:
     default_max_tokens: int = _number(1024, 1, "of a request that names no max_tokens")
     ttft_s: float = _number(30, 0.001, "service level: time to the first token")
     tpot_ms: float = _number(50, 0.001, "service level: time per later token")
-    n_threads: int = _number(0, 0, "threads of the decode worker; 0: every core")
-    n_threads_prefill: int = _number(0, 0, "threads of the prefill worker; 0: every core")
+    n_threads: int = _number(0, 0, "threads of a worker that computes alone; 0: every core")
+    n_threads_decode: int = _number(0, 0, "of these, the decode worker's while both compute; 0: half")
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -48,6 +58,15 @@ class EngineOptions:
                 "token of every sequence and a piece of a prompt"
             )
 
+    def threads(self) -> Threads:
+        alone = self.n_threads or _cores()
+        decode = min(self.n_threads_decode or alone // 2, alone - 1)
+        return Threads(alone, max(1, decode), max(1, alone - max(1, decode)))
+
     @classmethod
     def names(cls) -> list[str]:
         return [f.name for f in fields(cls)]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

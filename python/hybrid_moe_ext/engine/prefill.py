@@ -8,18 +8,20 @@ from ..errors import EngineError
 from .cache import common
 from .context import NO_TOKENS, Context, NoRoom
 from .mailbox import Job, Mailbox, Piece
+from .options import Threads
 
 _MAIN, _PIECE = 0, 1  # sequences: the prompt, and what is being copied of it
 N_SEQUENCES = 2
 
 
 class PrefillWorker:
-    def __init__(self, context: Context, mail: Mailbox, piece_tokens: int):
+    def __init__(self, context: Context, mail: Mailbox, piece_tokens: int, threads: Threads):
         self.n_tokens = 0
         self.seconds = 0.0
         self._context = context
         self._mail = mail
         self._piece_tokens = piece_tokens
+        self._threads = threads
         self._has = NO_TOKENS  # what the context holds, kept for the next prompt
         self._job: Job | None = None
         self._n_sent = 0
@@ -67,7 +69,7 @@ class PrefillWorker:
         end = min(begin + self._context.n_batch, len(job.tokens))
         self._context.add(job.tokens[begin:end], begin, _MAIN, logits=False)
         started = time.monotonic()
-        self._context.decode()
+        self._context.decode(self._threads.prefill if self._mail.n_decoding else self._threads.alone)
         self.seconds += time.monotonic() - started
         self.n_tokens += end - begin
         self._has = job.tokens[:end]
