@@ -122,12 +122,37 @@ def test_long_prompts_reuse_both_contexts() -> None:
         r = result(e.submit(greedy(longer, 20)))
         assert r.finish.metrics.via == "prefill" and r.finish.metrics.n_reused == 100
         assert_solo("qwen3-30b", longer, r.tokens, is_whole=20)
-        assert e.metrics().prefill_tokens == 179
+        assert e.metrics().prefill_tokens == 99 + 79  # the prompt's last token came over from the decode context
         elsewhere = begin[:75] + prompt(80, seed=3)
         r = result(e.submit(greedy(elsewhere, 20)))
         assert r.finish.metrics.via == "prefill" and r.finish.metrics.n_reused == 75
         assert_solo("qwen3-30b", elsewhere, r.tokens, is_whole=20)
-        assert e.metrics().prefill_tokens == 179 + 79
+        assert e.metrics().prefill_tokens == 99 + 79 + 79
+        assert_nothing_leaked(e)
+
+
+def test_the_prefill_worker_borrows_a_prefix() -> None:
+    """Two agents in turns: the prefill context has the other one's prompt, the decode context still has both."""
+    gate = Gate()
+    with engine("qwen3-30b", on_step=gate, prefill_batch=32, pieces_ahead=2) as e:
+        agents = [prompt(70, seed=1), prompt(70, seed=2)]
+        for p in agents:
+            result(e.submit(greedy(p, 4)))
+        assert e.metrics().prefill_tokens == 2 * 69
+        longer = agents[0] + prompt(80, seed=3)
+        gate.shut()
+        other = e.submit(greedy(prompt(5, seed=4), 30))  # with and without somebody who decodes
+        gate.wait_until_held()
+        late = e.submit(greedy(longer, 20))
+        gate.open()
+        r = result(late)
+        assert r.finish.metrics.via == "prefill" and r.finish.metrics.n_reused == 70
+        assert_solo("qwen3-30b", longer, r.tokens, is_whole=20)
+        assert_solo("qwen3-30b", prompt(5, seed=4), result(other).tokens, is_whole=30)
+        assert e.metrics().prefill_tokens == 2 * 69 + 79
+        second = agents[1] + prompt(70, seed=5)
+        assert_solo("qwen3-30b", second, result(e.submit(greedy(second, 20))).tokens, is_whole=20)
+        assert e.metrics().prefill_tokens == 2 * 69 + 79 + 69
         assert_nothing_leaked(e)
 
 

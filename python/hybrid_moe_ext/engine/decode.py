@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import EngineClosed, EngineError
 from .cache import SequenceCache
 from .context import Context, NoRoom
-from .mailbox import Job, Mailbox
+from .mailbox import Job, Mailbox, Piece
 from .metrics import EngineMetrics, StepReport
 from .options import EngineOptions
 from .pace import Pace
@@ -60,6 +60,7 @@ class DecodeWorker:
         """One batch. False: the engine closes."""
         self._sweep()
         installed = self._install()
+        self._lend()
         self._admit()
         plan = self._plan()
         self._note_state()
@@ -108,6 +109,19 @@ class DecodeWorker:
             if any(r.next_token is not None for r in self._running):
                 break
         return n
+
+    def _lend(self) -> None:
+        """Gives the prefill worker a piece of a prefix that only this context has."""
+        for running in self._running:
+            job, sequence = running.job, running.sequence
+            if job is None or sequence is None or job.lacks is None or len(job.prefix) >= self._options.pieces_ahead:
+                continue
+            begin, end = job.lacks, min(job.lacks + self._options.piece_tokens, job.begin)
+            self._context.copy(sequence.id, self._moving, begin, end)
+            state = self._context.state(self._moving)
+            self._context.remove(self._moving)
+            self._mail.lend(Piece(job, begin, end, state))
+            self._metrics.moved_bytes += len(state)
 
     def _put(self, job: Job, begin: int, end: int, state: object) -> None:
         sequence = job.running.sequence

@@ -15,12 +15,14 @@ from .running import Running
 
 @dataclass(eq=False)
 class Job:
-    """A long prompt on its way through the prefill worker, which reads `stopped` and writes nothing else."""
+    """A long prompt on its way through the prefill worker. What changes is changed under the mailbox's condition."""
 
     running: Running
     tokens: Tokens  # without the last one, whose logits the decode worker wants to compute itself
     begin: int  # the decode context has what is before
     stopped: bool = False
+    lacks: int | None = None  # the prefill context wants tokens [lacks, begin) from the decode context
+    prefix: deque[Piece] = field(default_factory=deque)  # which come here
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,27 @@ class Mailbox:
             self.changed.notify_all()
             return self.pieces.popleft()
 
+    def lend(self, piece: Piece) -> None:
+        with self.changed:
+            piece.job.prefix.append(piece)
+            piece.job.lacks = piece.end if piece.end < piece.job.begin else None
+            self.changed.notify_all()
+
     # --- the prefill worker's
+
+    def borrow(self, job: Job, begin: int) -> None:
+        with self.changed:
+            job.lacks = begin
+            self._tell()
+
+    def wait_for_prefix(self, job: Job) -> Piece | None:
+        """None: nobody wants it any more."""
+        with self.changed:
+            self.changed.wait_for(lambda: job.prefix or job.stopped or self.closing)
+            if job.stopped or self.closing:
+                return None
+            self._tell()
+            return job.prefix.popleft()
 
     def wait_for_job(self) -> Job | None:
         """None: the engine closes."""

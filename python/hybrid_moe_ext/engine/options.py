@@ -32,7 +32,7 @@ class EngineOptions:
     kept_mib: float = _number(1024, 0, "memory that finished sequences may hold; it is given up when live ones need it")
     n_batch: int = _number(512, 8, "most tokens of one decode step")
     min_chunk: int = _number(16, 1, "a prompt gets at least so many tokens per step, whatever tpot_ms says")
-    prefill_from: int = _number(2048, 1, "prompts with at least so many new tokens go to the prefill worker")
+    prefill_from: int = _number(2048, 2, "prompts with at least so many new tokens go to the prefill worker")
     prefill_batch: int = _number(0, 0, "tokens per pass of the prefill worker; 0: what suits the devices")
     piece_tokens: int = _number(512, 1, "a finished prompt moves to the decode worker in pieces of so many")
     pieces_ahead: int = _number(8, 1, "pieces that may wait in memory")

@@ -35,18 +35,17 @@ class PrefillWorker:
             self._begin(self._job)
         job = self._job
         try:
-            if len(self._has) < len(job.tokens) and not job.stopped:
+            if len(self._has) < job.begin:
+                self._receive(job)
+            elif len(self._has) < len(job.tokens) and not job.stopped:
                 self._compute(job)
             if not job.stopped:
                 self._send(job)
         except (EngineError, NoRoom) as error:
             self._forget()
-            reason = (
-                error
-                if isinstance(error, EngineError)
-                else EngineError("the prefill context has no room for its prompt")
-            )
-            self._mail.deliver(Piece(job, 0, 0, None, reason))
+            if isinstance(error, NoRoom):
+                error = EngineError("the prefill context has no room for its prompt")
+            self._mail.deliver(Piece(job, 0, 0, None, error))
             self._job = None
         if job.stopped or self._n_sent == len(job.tokens):
             self._job = None
@@ -63,6 +62,17 @@ class PrefillWorker:
         else:
             self._forget()
         self._n_sent = job.begin
+        if len(self._has) < job.begin:
+            self._mail.borrow(job, len(self._has))
+
+    def _receive(self, job: Job) -> None:
+        """A piece of the prefix that only the decode context has: moved sooner than computed."""
+        piece = self._mail.wait_for_prefix(job)
+        if piece is not None and piece.state is not None:
+            self._context.set_state(_PIECE, piece.state)
+            self._context.copy(_PIECE, _MAIN)
+            self._context.remove(_PIECE)
+            self._has = job.tokens[: piece.end]
 
     def _compute(self, job: Job) -> None:
         begin = len(self._has)

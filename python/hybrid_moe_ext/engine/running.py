@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C
 
@@ -17,6 +17,9 @@ from .sampling import Logits, Sampler, log_probabilities
 from .stream import Finish, Stream, Token
 from .text import TextOut, piece
 
+if TYPE_CHECKING:
+    from .mailbox import Job
+
 
 class Running:
     def __init__(self, request: Request, prompt: Tokens, max_tokens: int, sampler: Sampler, stream: Stream):
@@ -24,7 +27,7 @@ class Running:
         self.prompt = prompt
         self.max_tokens = max_tokens
         self.sequence: Sequence | None = None
-        self.job: Any = None  # mailbox.Job while the prefill worker has it
+        self.job: Job | None = None  # while the prefill worker has it
         self.next_token: int | None = None  # chosen, not computed yet
         self.metrics = RequestMetrics(n_prompt=len(prompt))
         self.submitted_at = time.monotonic()
