@@ -171,6 +171,14 @@ def test_what_a_window_left_behind_is_not_reused() -> None:
         assert_nothing_leaked(e)
 
 
+def test_without_long_prompts_the_prefill_context_is_small() -> None:
+    with engine("demo", prefill_from=512) as e:
+        assert [c.n_ctx for c in e._contexts] == [256, 512]
+        r = result(e.submit(greedy(prompt(400), 4)))
+        assert r.finish.metrics.via == "decode"
+        assert_solo("demo", prompt(400), r.tokens, is_whole=4)
+
+
 def test_without_room_nothing_is_kept_and_nothing_breaks() -> None:
     """Sequences of nearly the whole context, one after the other: kept ones give way."""
     with engine("qwen3-30b", n_ctx=256, n_parallel=3, prefill_from=1000) as e:

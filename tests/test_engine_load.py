@@ -1,8 +1,10 @@
 """Hundreds of requests at a time with random prompts, limits, cancels and consumers: nothing is lost, mixed up or left over."""
 
 import random
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import llama_cpp.llama_cpp as C
 import pytest
@@ -85,6 +87,35 @@ class Caller(threading.Thread):
         self.got.append((text, n, stream, tokens))
 
 
+def _run_callers(e: Engine, seeds: range) -> list[Caller]:
+    callers = [Caller(e, seed) for seed in seeds]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(DEADLOCK_S)
+        assert not caller.is_alive()
+        assert caller.error is None, repr(caller.error)
+    return callers
+
+
+def _rss_kib() -> int:
+    return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests() -> None:
+    """Memory stays what it was after the first thousand, within what an allocator keeps."""
+    with engine("qwen3-30b") as e:
+        rss = []
+        for i in range(0, 10_000 // N_EACH, N_CALLERS):
+            for text, _, _, tokens in (one for c in _run_callers(e, range(i, i + N_CALLERS)) for one in c.got):
+                assert_solo("qwen3-30b", text, tokens)
+            rss.append(_rss_kib())
+        assert rss[-1] < rss[3] + 8 * 1024, rss
+        assert e.metrics().submitted > 5000
+        assert_nothing_leaked(e)
+
+
 def _count_samplers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     n, lock = {"made": 0, "freed": 0}, threading.Lock()
 
@@ -117,13 +148,7 @@ def _count_samplers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_random_requests(name: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     samplers = _count_samplers(monkeypatch)
     with engine(name, **options) as e:
-        callers = [Caller(e, seed) for seed in range(N_CALLERS)]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join(DEADLOCK_S)
-            assert not caller.is_alive()
-            assert caller.error is None, repr(caller.error)
+        callers = _run_callers(e, range(N_CALLERS))
         reasons: dict[str, int] = {}
         for text, n, stream, tokens in (one for caller in callers for one in caller.got):
             assert_solo(name, text, tokens)

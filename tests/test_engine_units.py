@@ -1,12 +1,14 @@
 """The engine's parts by themselves: text, cells, pace. No model."""
 
 import threading
+from dataclasses import fields
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import ROOT
 from hybrid_moe_ext.engine.cache import Cells, common
 from hybrid_moe_ext.engine.context import Memory
 from hybrid_moe_ext.engine.metrics import RequestMetrics
@@ -69,6 +71,17 @@ def test_cells_count_as_a_unified_cache(steps: list[tuple[int, int]]) -> None:
 )
 def test_cores_are_shared(n: int, n_decode: int, shares: tuple[int, int, int]) -> None:
     assert EngineOptions(n_threads=n, n_threads_decode=n_decode).threads() == Threads(*shares)
+
+
+def test_options_are_documented() -> None:
+    text = (ROOT / "docs" / "engine.md").read_text()
+    rows = [line.split("|")[1:3] for line in text[text.index("## Options") :].splitlines() if line.startswith("| `")]
+    told = {
+        name.strip(" `"): value.strip()
+        for names, values in rows
+        for name, value in zip(names.split(","), values.split(","), strict=True)
+    }
+    assert told == {f.name: str(f.default) for f in fields(EngineOptions)}
 
 
 def test_common_prefix() -> None:

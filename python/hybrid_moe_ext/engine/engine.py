@@ -31,6 +31,7 @@ from .stream import Finish, Stream
 from .text import piece
 
 _MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
+_UNUSED_CTX = 256  # llama.cpp's least, for a prefill worker that no prompt is long enough for
 # Options of llama_cpp.Llama that mean something else here, and what to give instead.
 _NOT_HERE = {
     "n_ubatch": "give n_batch (decode) and prefill_batch",
@@ -168,7 +169,7 @@ class Engine:
         def adjust(model: Any, params: Any) -> None:
             params.n_seq_max = N_SEQUENCES
             params.kv_unified = True
-            params.n_ctx = self._longest(model)
+            params.n_ctx = self._longest(model) if o.prefill_from < self._longest(model) else _UNUSED_CTX
             params.n_outputs_max = N_SEQUENCES
 
         with seam.adjusting_by(adjust):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..errors import OptionError
+from ..machine import default_threads
 
 
 def _number(default: float, least: float, help: str) -> Any:
@@ -40,7 +40,7 @@ class EngineOptions:
     default_max_tokens: int = _number(1024, 1, "of a request that names no max_tokens")
     ttft_s: float = _number(30, 0.001, "service level: time to the first token")
     tpot_ms: float = _number(50, 0.001, "service level: time per later token")
-    n_threads: int = _number(0, 0, "threads of a worker that computes alone; 0: every core")
+    n_threads: int = _number(0, 0, "threads of a worker that computes alone; 0: one per core")
     n_threads_decode: int = _number(0, 0, "of these, the decode worker's while both compute; 0: half")
 
     def __post_init__(self) -> None:
@@ -59,14 +59,10 @@ class EngineOptions:
             )
 
     def threads(self) -> Threads:
-        alone = self.n_threads or _cores()
+        alone = self.n_threads or default_threads()
         decode = min(self.n_threads_decode or alone // 2, alone - 1)
         return Threads(alone, max(1, decode), max(1, alone - max(1, decode)))
 
     @classmethod
     def names(cls) -> list[str]:
         return [f.name for f in fields(cls)]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
