@@ -224,9 +224,10 @@ def test_a_long_prompt_stalls_nobody(name: str) -> None:
         assert long.finish is not None and long.finish.metrics.via == "prefill"
         meanwhile = [r for r in gate.reports if long.id in r.prefilling]
         assert meanwhile
-        for report in meanwhile:
-            assert {s.id for s in short} <= {*report.decoding, *(id for id, _ in report.chunks)}
-            assert all(id != long.id for id, _ in report.chunks)
+        assert all(id != long.id for r in meanwhile for id, _ in r.chunks)
+        for s in short:
+            steps = [i for i, r in enumerate(gate.reports) if s.id in r.decoding]
+            assert steps == list(range(steps[0], steps[0] + 99))
         assert sum(r.installed for r in gate.reports) == 139
         most = 139 if name in ("gpt-oss-120b", "mamba") else 16  # memories that cannot be cut move at once
         assert max(r.installed for r in gate.reports if r.decoding) <= most
@@ -246,7 +247,7 @@ def test_a_short_prompt_joins_in_chunks() -> None:
         chunks = [r for r in gate.reports[1:] if r.chunks]
         assert len(chunks) >= 200 / 24
         for r in chunks:
-            assert first.id in r.decoding or len(first._events) == 60 or first.is_done
+            assert first.id in r.decoding
             assert sum(n for _, n in r.chunks) <= r.chunk_limit <= 24 - len(r.decoding)
 
 

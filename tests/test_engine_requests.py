@@ -297,10 +297,11 @@ def test_deadlines() -> None:
     gate = Gate()
     with engine("qwen3-30b", n_parallel=1, on_step=gate) as e:
         gate.shut()
-        running = e.submit(greedy(prompt(5), 400, deadline_s=1.0))
+        running = e.submit(greedy(prompt(5), 400, deadline_s=1e6))
         gate.wait_until_held()
         queued = e.submit(greedy(prompt(5), 5, deadline_s=0.0))
-        threading.Event().wait(1.1)  # time passes while the engine is held
+        gate.step()
+        e._decode._running[0].deadline = 0  # time passes while the engine is held
         gate.open()
         r = result(running)
         assert r.finish.reason == "deadline" and 1 <= len(r.tokens) < 400
@@ -333,20 +334,24 @@ def test_cancel_in_every_state(name: str) -> None:
         prefilling = e.submit(greedy(prompt(150, seed=2), 5))
         bystander = e.submit(greedy(prompt(9, seed=3), 30))
         queued = e.submit(greedy(prompt(5, seed=4), 5))
-        gate.open()
         while not any(prefilling.id in r.prefilling for r in gate.reports):
-            threading.Event().wait(0.002)
+            gate.step()
         for s in (queued, prefilling, decoding):
             s.cancel()
             s.cancel()
+        gate.open()
         for s, p in ((queued, 4), (prefilling, 2), (decoding, 1)):
             r = result(s)
             assert r.finish.reason in ("cancelled", "length")
             assert_solo(name, prompt(150 if p == 2 else 5, seed=p), r.tokens)
         assert result(decoding).finish.reason == "cancelled"
         assert_solo(name, prompt(9, seed=3), result(bystander).tokens, is_whole=30)
+        gate.shut()
         with e.submit(greedy(prompt(5), 400)) as left:  # as a context manager
+            gate.wait_until_held()
+            gate.step()
             next(iter(left))
+        gate.open()
         assert result(left).finish.reason == "cancelled"
         assert_nothing_leaked(e)
 
