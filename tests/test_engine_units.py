@@ -172,6 +172,9 @@ def test_a_stream_across_threads() -> None:
     failed.put(Token(1, "x"))
     failed.fail(ValueError("why"))
     assert failed.next(1) == Token(1, "x")
+    told = []
     for _ in range(2):
-        with pytest.raises(ValueError, match="why"):
+        with pytest.raises(ValueError, match="why") as info:
             failed.next(1)
+        told.append(info.value)
+    assert told[0] is not told[1]

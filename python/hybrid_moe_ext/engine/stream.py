@@ -120,7 +120,8 @@ class Stream:
         if self._events:
             return self._events.popleft()
         if self._error is not None:
-            raise self._error
+            # Its twin: the kept one would hold the frames of all who were told, and they hold the stream.
+            raise type(self._error)(*self._error.args) from self._error.__cause__
         return None
 
     def _result(self, events: list[Token]) -> Result:
