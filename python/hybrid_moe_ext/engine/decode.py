@@ -301,15 +301,4 @@ class DecodeWorker:
             self._on_step(StepReport(decoding, chunks, plan.chunk_limit, installed, prefilling, seconds))
 
     def _count(self, running: Running, reason: str) -> None:
-        m, of = self._metrics, running.metrics
-        m.finished[reason] = m.finished.get(reason, 0) + 1
-        m.generated_tokens += of.n_generated
-        m.reused_tokens += of.n_reused
-        if of.ttft_s is not None:
-            met = of.ttft_s <= self._options.ttft_s
-            m.ttft_met += met
-            m.ttft_missed += not met
-        if of.median_tpot_ms is not None:
-            met = of.median_tpot_ms <= self._options.tpot_ms
-            m.tpot_met += met
-            m.tpot_missed += not met
+        self._metrics.count(running.metrics, reason, self._options.ttft_s, self._options.tpot_ms)

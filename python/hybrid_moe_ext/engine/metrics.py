@@ -61,3 +61,17 @@ class EngineMetrics:
     ttft_missed: int = 0
     tpot_met: int = 0
     tpot_missed: int = 0
+
+    def count(self, request: RequestMetrics, reason: str, ttft_s: float, tpot_ms: float) -> None:
+        """A request that has ended, and whether it was within the service levels."""
+        self.finished[reason] = self.finished.get(reason, 0) + 1
+        self.generated_tokens += request.n_generated
+        self.reused_tokens += request.n_reused
+        if request.ttft_s is not None:
+            met = request.ttft_s <= ttft_s
+            self.ttft_met += met
+            self.ttft_missed += not met
+        if request.median_tpot_ms is not None:
+            met = request.median_tpot_ms <= tpot_ms
+            self.tpot_met += met
+            self.tpot_missed += not met
