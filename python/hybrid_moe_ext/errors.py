@@ -4,7 +4,12 @@
     ├── CheckpointError (ValueError)     a model directory or file that cannot be used
     │   └── UnsupportedModelError        it may be fine, but this version does not know how to run it
     ├── PluginError                      the plug-in library or its host library is missing, too old or refused to work
-    └── OptionError (ValueError)         a misspelt option or a value outside its range
+    ├── OptionError (ValueError)         a misspelt option or a value outside its range
+    └── EngineError                      the engine cannot go on with a request, or at all
+        ├── RequestError (ValueError)    a request that cannot be served as it is: its prompt, limits, grammar or sampling
+        ├── EngineBusy                   the queue is full: try again later
+        ├── DeadlinePassed (TimeoutError)  a request's deadline passed before its first token
+        └── EngineClosed                 the engine was closed before the request was done
 
 Messages say what was found, which rule it breaks, and the remedy, in this order.
 """
@@ -30,3 +35,23 @@ class PluginError(HybridMoeError):
 
 class OptionError(HybridMoeError, ValueError):
     """An unknown option, or a value outside its range."""
+
+
+class EngineError(HybridMoeError):
+    """The engine cannot go on with a request, or at all."""
+
+
+class RequestError(EngineError, ValueError):
+    """A request that cannot be served as it is."""
+
+
+class EngineBusy(EngineError):
+    """As many requests wait as may: try again later."""
+
+
+class DeadlinePassed(EngineError, TimeoutError):
+    """The deadline of a request passed before its first token."""
+
+
+class EngineClosed(EngineError):
+    """The engine was closed before the request was done."""

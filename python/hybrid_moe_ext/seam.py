@@ -31,7 +31,7 @@ def _load_from_file(path: bytes, params: Any, /) -> Any:
 
 def _init_from_model(model: Any, params: Any, /) -> Any:
     creator: Creator | None = getattr(_thread, "creator", None)
-    return _original_init(model, params) if creator is None else creator(model, params)
+    return create_stock(model, params) if creator is None else creator(model, params)
 
 
 C.llama_model_load_from_file = _load_from_file
@@ -76,6 +76,19 @@ def load_stock(path: bytes, params: Any) -> Any:
     return _original(path, params)
 
 
+@contextlib.contextmanager
+def adjusting_by(adjust: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Inside, on this thread, `adjust(model, params)` may change the parameters of contexts last, whoever makes them."""
+    _thread.adjust = adjust
+    try:
+        yield
+    finally:
+        _thread.adjust = None
+
+
 def create_stock(model: Any, params: Any) -> Any:
     """What llama-cpp-python would have called for a context."""
+    adjust: Callable[[Any, Any], None] | None = getattr(_thread, "adjust", None)
+    if adjust is not None:
+        adjust(model, params)
     return _original_init(model, params)

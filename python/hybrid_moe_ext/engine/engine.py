@@ -1,0 +1,271 @@
+"""`Engine`: one model, a decode worker and a prefill worker, each on a thread and a llama_context of its own."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import llama_cpp.llama_cpp as C
+import numpy as np
+
+from .. import seam
+from ..errors import OptionError, RequestError
+from ..llama import Llama
+from .cache import SequenceCache
+from .context import Context, Memory
+from .decode import DecodeWorker
+from .mailbox import Mailbox
+from .metrics import EngineMetrics, RequestMetrics, StepReport
+from .options import EngineOptions
+from .prefill import N_SEQUENCES, PrefillWorker
+from .request import Request, check_prompt
+from .running import Running
+from .sampling import Sampler
+from .stream import Finish, Stream
+from .text import piece
+
+_MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
+_UNUSED_CTX = 256  # llama.cpp's least, for a prefill worker that no prompt is long enough for
+# Options of llama_cpp.Llama that mean something else here, and what to give instead.
+_NOT_HERE = {
+    "n_ubatch": "give n_batch (decode) and prefill_batch",
+    "n_threads_batch": "give n_threads: what a worker has alone, and n_threads_decode",
+    "logits_all": "give logprobs with a request",
+    "embedding": "use Llama",
+    "draft_model": "use Llama",
+    "vocab_only": "use Llama",
+}
+
+
+class Engine:
+    """Serves many requests from one model. `with Engine(path, n_ctx=32768) as engine: engine.submit(Request(...))`.
+
+    Options: EngineOptions' and those of `hybrid_moe_ext.Llama` (`verbose` is False here). `on_step` gets a StepReport
+    of every decode step, on the decode worker's thread: it must be quick and must not raise.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        on_step: Callable[[StepReport], None] | None = None,
+        **options: Any,
+    ):
+        ours = {name: options.pop(name) for name in EngineOptions.names() if name in options}
+        self.options = EngineOptions(**ours)
+        for name, instead in _NOT_HERE.items():
+            if name in options:
+                raise OptionError(f"{name} is no option of the engine: {instead}")
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._threads: list[threading.Thread] = []
+        self._contexts: list[Context] = []
+        self._decode_ctx: Any = None
+        self.llama = self._load(model_path, options)
+        try:
+            self._start(on_step)
+        except BaseException:
+            self._free()
+            raise
+        atexit.register(self.close)
+
+    # --- requests
+
+    def submit(self, request: Request) -> Stream:
+        """Raises RequestError, EngineBusy or EngineClosed at once; whatever comes later is the stream's to tell."""
+        self._mail.check_open()
+        request.check(self.n_vocab)
+        prompt = self._tokens_of(request.prompt)
+        max_tokens = self.options.default_max_tokens if request.max_tokens is None else request.max_tokens
+        max_tokens = min(max_tokens, self.n_ctx - len(prompt))
+        stream = Stream(next(self._ids), self._mail.wake)
+        sampler = Sampler(self._vocab, request.sampling, self._eog_tokens(request), prompt, self.n_ctx)
+        if max_tokens == 0:
+            sampler.free()
+            stream.end(Finish("length", None, RequestMetrics(n_prompt=len(prompt), total_s=0.0)))
+            return stream
+        running = Running(request, np.array(prompt, np.int32), max_tokens, sampler, stream)
+        try:
+            self._mail.submit(running)
+        except BaseException:
+            sampler.free()
+            raise
+        return stream
+
+    def cancel(self, stream: Stream) -> None:
+        stream.cancel()
+
+    def tokenize(self, text: str, add_bos: bool | None = None, special: bool = True) -> list[int]:
+        """`add_bos` None: where the model wants it; `special`: its special tokens may be written out in the text."""
+        if C.llama_vocab_type(self._vocab) == C.LLAMA_VOCAB_TYPE_NONE:
+            raise RequestError("this model has no tokenizer: give token ids")
+        if not isinstance(text, str):
+            raise RequestError(f"a {type(text).__name__} cannot be tokenized: give text")
+        add = bool(C.llama_vocab_get_add_bos(self._vocab)) if add_bos is None else add_bos
+        return self.llama.tokenize(text.encode("utf-8", "replace"), add, special)
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        check_prompt(tokens, self.n_vocab, len(tokens) + 1)
+        return b"".join(piece(self._vocab, token) for token in tokens)
+
+    # --- state
+
+    def metrics(self) -> EngineMetrics:
+        m, mail = self._decode.metrics(), self._mail
+        with mail.changed:
+            m.queued_now, m.submitted, m.refused = len(mail.waiting), mail.submitted, mail.refused
+        m.prefill_tokens, m.prefill_seconds = self._prefill.n_tokens, self._prefill.seconds
+        m.prompt_tokens += m.prefill_tokens
+        return m
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Takes no more requests and waits for those there are. False: not all were done in time."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._mail.changed:
+            self._mail.draining = True
+        while self._decode.has_work():
+            if end is not None and time.monotonic() >= end:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def close(self) -> None:
+        """Ends all streams with EngineClosed and frees the model. May be called again, from any thread but the workers'."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self.close_threads()
+            self._free()
+            atexit.unregister(self.close)
+
+    def close_threads(self) -> None:
+        """The first half of close(): nothing runs any more, the model is still there."""
+        self._mail.close()
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    # --- construction
+
+    def _load(self, model_path: str | os.PathLike[str], options: dict[str, Any]) -> Llama:
+        """The model, with llama_cpp.Llama's own context as the prefill worker's."""
+        o = self.options
+        sizes = {"n_batch": o.prefill_batch, "n_ubatch": o.prefill_batch} if o.prefill_batch else {}
+        n_threads = {"n_threads": o.threads().alone, "n_threads_batch": o.threads().alone}
+
+        def adjust(model: Any, params: Any) -> None:
+            params.n_seq_max = N_SEQUENCES
+            params.kv_unified = True
+            params.n_ctx = self._longest(model) if o.prefill_from < self._longest(model) else _UNUSED_CTX
+            params.n_outputs_max = N_SEQUENCES
+
+        with seam.adjusting_by(adjust):
+            return Llama(model_path, n_ctx=o.n_ctx, **{"verbose": False, **n_threads, **sizes, **options})
+
+    def _longest(self, model: Any) -> int:
+        return min(self.options.n_ctx, C.llama_model_n_ctx_train(model) or self.options.n_ctx)
+
+    def _start(self, on_step: Callable[[StepReport], None] | None) -> None:
+        o, model = self.options, self.llama.model
+        self.n_ctx = self._longest(model)  # of one sequence
+        self._vocab = C.llama_model_get_vocab(model)
+        self.n_vocab = C.llama_vocab_n_tokens(self._vocab)
+        self._eog: list[int] | None = None
+        if C.llama_model_has_encoder(model) or C.llama_get_memory(self.llama.ctx) is None:
+            raise OptionError(f"{self.llama.model_path}: the engine runs decoder-only models: use Llama for this one")
+        self.memory = Memory.of(model, self.llama.context_params)
+        self._decode_ctx = self._new_decode_context(model)
+        prefill, decode = Context(self.llama.ctx, self.memory), Context(self._decode_ctx, self.memory)
+        self._contexts = [prefill, decode]
+        per_seq, per_token = _agree(prefill, decode, o.n_parallel + o.n_kept, o.threads().alone)
+        self._mail = Mailbox(o.queue, o.pieces_ahead)
+        cache = SequenceCache(decode, o.n_parallel, o.n_kept, o.kept_mib * 2**20, per_seq, per_token)
+        self._decode = DecodeWorker(decode, cache, self._vocab, self._mail, o, on_step)
+        self._prefill = PrefillWorker(prefill, self._mail, o.piece_tokens, o.threads())
+        self._threads = [
+            threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
+            for worker, name in ((self._decode, "hybrid-moe-decode"), (self._prefill, "hybrid-moe-prefill"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _new_decode_context(self, model: Any) -> Any:
+        o = self.options
+        params = C.llama_context_params.from_buffer_copy(self.llama.context_params)
+        params.n_seq_max = o.n_parallel + o.n_kept + 1
+        if params.n_seq_max > _MAX_SEQUENCES:
+            raise OptionError(
+                f"n_parallel + n_kept = {params.n_seq_max - 1}: llama.cpp has {_MAX_SEQUENCES - 1} sequences"
+            )
+        params.kv_unified = True
+        params.n_ctx = o.n_ctx
+        params.n_batch = params.n_ubatch = min(o.n_batch, o.n_ctx)
+        params.n_outputs_max = params.n_seq_max
+        context = seam.create_stock(model, params)
+        if context is None:
+            raise OptionError(
+                f"llama.cpp cannot make a second context of n_ctx={o.n_ctx}, n_batch={o.n_batch}: choose a smaller n_ctx, "
+                "prefill_batch or n_batch"
+            )
+        return context
+
+    def _work(self, worker: DecodeWorker | PrefillWorker) -> None:
+        """A thread's life. An error of ours ends the engine, with every stream told, instead of leaving them to wait."""
+        try:
+            while worker.step():
+                pass
+        except BaseException as error:
+            self._mail.close(error)
+            raise
+        finally:
+            worker.end()
+
+    def _tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        tokens = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        check_prompt(tokens, self.n_vocab, self.n_ctx)
+        return tokens
+
+    def _eog_tokens(self, request: Request) -> list[int]:
+        if not request.sampling.ignore_eos:
+            return []
+        if self._eog is None:
+            self._eog = [t for t in range(self.n_vocab) if C.llama_vocab_is_eog(self._vocab, t)]
+        return self._eog
+
+    def _free(self) -> None:
+        for context in self._contexts:
+            context.free_batch()
+        if self._decode_ctx is not None:
+            C.llama_free(self._decode_ctx)
+        self.llama.close()
+
+
+def _agree(prefill: Context, decode: Context, seq: int, n_threads: int) -> tuple[int, int]:
+    """Moves a sequence of one and of two tokens. Returns the bytes of a sequence and of each token. Raises EngineError."""
+    sizes = []
+    for n in (1, 2):
+        prefill.add([0], n - 1, 0, logits=False)
+        prefill.decode(n_threads)
+        state = prefill.state(0)
+        decode.set_state(seq, state)
+        sizes.append(len(state))
+        assert decode.state_bytes(seq) == len(state)
+    prefill.clear()
+    decode.clear()
+    per_token = sizes[1] - sizes[0]
+    return sizes[0] - per_token, per_token

@@ -1,0 +1,151 @@
+"""What the threads share, all of it, under one condition: requests that come in, long prompts that go to the prefill worker, and
+the pieces that come back. Whoever changes something wakes everybody; each worker looks at its own part."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from ..errors import EngineBusy, EngineClosed, EngineError
+from .context import State, Tokens
+from .running import Running
+
+
+@dataclass(eq=False)
+class Job:
+    """A long prompt on its way through the prefill worker. What changes is changed under the mailbox's condition."""
+
+    running: Running
+    tokens: Tokens  # without the last one, whose logits the decode worker wants to compute itself
+    begin: int  # the decode context has what is before
+    stopped: bool = False
+    lacks: int | None = None  # the prefill context wants tokens [lacks, begin) from the decode context
+    prefix: deque[Piece] = field(default_factory=deque)  # which come here
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Keys and values of tokens [begin, end), or why there are none."""
+
+    job: Job
+    begin: int
+    end: int
+    state: State | None
+    error: EngineError | None = None
+
+
+@dataclass
+class Mailbox:
+    queue_limit: int
+    pieces_limit: int
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    waiting: deque[Running] = field(default_factory=deque)
+    jobs: deque[Job] = field(default_factory=deque)
+    pieces: deque[Piece] = field(default_factory=deque)
+    closing: bool = False
+    draining: bool = False
+    failure: BaseException | None = None  # of a worker: our bug
+    n_decoding: int = 0  # sequences that the decode worker computes; read without waiting for it
+    refused: int = 0
+    submitted: int = 0
+    _news: bool = False
+
+    def submit(self, running: Running) -> None:
+        with self.changed:
+            self.check_open()
+            if len(self.waiting) >= self.queue_limit:
+                self.refused += 1
+                raise EngineBusy(
+                    f"{len(self.waiting)} requests wait already: try again later, or start with a larger queue"
+                )
+            self.submitted += 1
+            self.waiting.append(running)
+            self._tell()
+
+    def check_open(self) -> None:
+        if self.failure is not None:
+            raise EngineError(f"the engine has stopped after an error of its own: {self.failure!r}") from self.failure
+        if self.closing or self.draining:
+            raise EngineClosed("the engine is closed: start another one")
+
+    def close(self, failure: BaseException | None = None) -> None:
+        with self.changed:
+            self.failure = self.failure or failure
+            self.closing = True
+            self.changed.notify_all()
+
+    def wake(self) -> None:
+        with self.changed:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._news = True
+        self.changed.notify_all()
+
+    # --- the decode worker's
+
+    def wait_for_news(self, until: float | None) -> None:
+        """Until something happened since the last time, or a moment of time.monotonic()."""
+        with self.changed:
+            timeout = None if until is None else max(0.0, until - time.monotonic())
+            self.changed.wait_for(lambda: self._news or self.closing, timeout)
+            self._news = False
+
+    def send(self, job: Job) -> None:
+        with self.changed:
+            self.jobs.append(job)
+            self.changed.notify_all()
+
+    def stop(self, job: Job) -> None:
+        """Nothing more comes of it."""
+        with self.changed:
+            job.stopped = True
+            if job in self.jobs:
+                self.jobs.remove(job)
+            self.pieces = deque(piece for piece in self.pieces if piece.job is not job)
+            self.changed.notify_all()
+
+    def take_piece(self) -> Piece | None:
+        with self.changed:
+            if not self.pieces:
+                return None
+            self.changed.notify_all()
+            return self.pieces.popleft()
+
+    def lend(self, piece: Piece) -> None:
+        with self.changed:
+            piece.job.prefix.append(piece)
+            piece.job.lacks = piece.end if piece.end < piece.job.begin else None
+            self.changed.notify_all()
+
+    # --- the prefill worker's
+
+    def borrow(self, job: Job, begin: int) -> None:
+        with self.changed:
+            job.lacks = begin
+            self._tell()
+
+    def wait_for_prefix(self, job: Job) -> Piece | None:
+        """None: nobody wants it any more."""
+        with self.changed:
+            self.changed.wait_for(lambda: job.prefix or job.stopped or self.closing)
+            if job.stopped or self.closing:
+                return None
+            self._tell()
+            return job.prefix.popleft()
+
+    def wait_for_job(self) -> Job | None:
+        """None: the engine closes."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.jobs or self.closing)
+            return None if self.closing else self.jobs.popleft()
+
+    def deliver(self, piece: Piece) -> None:
+        """Waits while as many pieces lie there as may; drops it when nobody wants it any more."""
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.pieces) < self.pieces_limit or piece.job.stopped or self.closing)
+            if not piece.job.stopped:
+                self.pieces.append(piece)
+                self._tell()

@@ -1,0 +1,68 @@
+"""The engine's options, once: fields, defaults, ranges and help. What the model itself takes are Llama's options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..errors import OptionError
+from ..machine import default_threads
+
+
+def _number(default: float, least: float, help: str) -> Any:
+    return field(default=default, metadata={"least": least, "help": help})
+
+
+@dataclass(frozen=True)
+class Threads:
+    """How the cores are shared. Two teams on the same cores wait for each other's threads at every operation."""
+
+    alone: int
+    decode: int  # while both workers compute
+    prefill: int
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes are tokens unless the name says otherwise."""
+
+    n_ctx: int = _number(8192, 16, "tokens that all sequences together hold, and the longest one")
+    n_parallel: int = _number(8, 1, "sequences that are computed at a time")
+    n_kept: int = _number(8, 0, "finished sequences whose prefix later prompts can reuse; 0: none")
+    kept_mib: float = _number(1024, 0, "memory that finished sequences may hold; it is given up when live ones need it")
+    n_batch: int = _number(512, 8, "most tokens of one decode step")
+    min_chunk: int = _number(16, 1, "a prompt gets at least so many tokens per step, whatever tpot_ms says")
+    prefill_from: int = _number(2048, 2, "prompts with at least so many new tokens go to the prefill worker")
+    prefill_batch: int = _number(0, 0, "tokens per pass of the prefill worker; 0: what suits the devices")
+    piece_tokens: int = _number(512, 1, "a finished prompt moves to the decode worker in pieces of so many")
+    pieces_ahead: int = _number(8, 1, "pieces that may wait in memory")
+    queue: int = _number(64, 1, "requests that may wait; one more is EngineBusy")
+    default_max_tokens: int = _number(1024, 1, "of a request that names no max_tokens")
+    ttft_s: float = _number(30, 0.001, "service level: time to the first token")
+    tpot_ms: float = _number(50, 0.001, "service level: time per later token")
+    n_threads: int = _number(0, 0, "threads of a worker that computes alone; 0: one per core")
+    n_threads_decode: int = _number(0, 0, "of these, the decode worker's while both compute; 0: half")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, least = getattr(self, f.name), f.metadata["least"]
+            is_number = isinstance(value, int) or (f.type == "float" and isinstance(value, float))
+            if not is_number or isinstance(value, bool) or not least <= value < 1e9:
+                kind = "a number" if f.type == "float" else "an integer"
+                raise OptionError(
+                    f"{f.name}={value!r} is not possible: give {kind} from {least} on ({f.metadata['help']})"
+                )
+        if self.n_batch < self.n_parallel + self.min_chunk:
+            raise OptionError(
+                f"n_batch={self.n_batch} is less than n_parallel={self.n_parallel} + min_chunk={self.min_chunk}: a step has a "
+                "token of every sequence and a piece of a prompt"
+            )
+
+    def threads(self) -> Threads:
+        alone = self.n_threads or default_threads()
+        decode = min(self.n_threads_decode or alone // 2, alone - 1)
+        return Threads(alone, max(1, decode), max(1, alone - max(1, decode)))
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [f.name for f in fields(cls)]

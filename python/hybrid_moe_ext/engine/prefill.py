@@ -1,0 +1,105 @@
+"""The prefill worker: a long prompt at a time, in large batches, in a context of its own. Its keys and values leave in pieces."""
+
+from __future__ import annotations
+
+import time
+
+from ..errors import EngineError
+from .cache import common
+from .context import NO_TOKENS, Context, NoRoom
+from .mailbox import Job, Mailbox, Piece
+from .options import Threads
+
+_MAIN, _PIECE = 0, 1  # sequences: the prompt, and what is being copied of it
+N_SEQUENCES = 2
+
+
+class PrefillWorker:
+    def __init__(self, context: Context, mail: Mailbox, piece_tokens: int, threads: Threads):
+        self.n_tokens = 0
+        self.seconds = 0.0
+        self._context = context
+        self._mail = mail
+        self._piece_tokens = piece_tokens
+        self._threads = threads
+        self._has = NO_TOKENS  # what the context holds, kept for the next prompt
+        self._job: Job | None = None
+        self._n_sent = 0
+
+    def step(self) -> bool:
+        """One batch of the prompt at hand. False: the engine closes."""
+        if self._job is None:
+            self._job = self._mail.wait_for_job()
+            if self._job is None:
+                return False
+            self._begin(self._job)
+        job = self._job
+        try:
+            if len(self._has) < job.begin:
+                self._receive(job)
+            elif len(self._has) < len(job.tokens) and not job.stopped:
+                self._compute(job)
+            if not job.stopped:
+                self._send(job)
+        except (EngineError, NoRoom) as error:
+            self._forget()
+            if isinstance(error, NoRoom):
+                error = EngineError("the prefill context has no room for its prompt")
+            self._mail.deliver(Piece(job, 0, 0, None, error))
+            self._job = None
+        if job.stopped or self._n_sent == len(job.tokens):
+            self._job = None
+        return not self._mail.closing
+
+    def end(self) -> None:
+        """Nothing: whose prompts are here learns it from the decode worker."""
+
+    def _begin(self, job: Job) -> None:
+        """Goes on from the common prefix with the last prompt, if this memory can forget the rest."""
+        n = common(self._has, job.tokens)
+        if n and self._context.memory.goes_in_pieces and self._context.remove(_MAIN, n):
+            self._has = job.tokens[:n]
+        else:
+            self._forget()
+        self._n_sent = job.begin
+        if len(self._has) < job.begin:
+            self._mail.borrow(job, len(self._has))
+
+    def _receive(self, job: Job) -> None:
+        """A piece of the prefix that only the decode context has: moved sooner than computed."""
+        piece = self._mail.wait_for_prefix(job)
+        if piece is not None and piece.state is not None:
+            self._context.set_state(_PIECE, piece.state)
+            self._context.copy(_PIECE, _MAIN)
+            self._context.remove(_PIECE)
+            self._has = job.tokens[: piece.end]
+
+    def _compute(self, job: Job) -> None:
+        begin = len(self._has)
+        end = min(begin + self._context.n_batch, len(job.tokens))
+        self._context.add(job.tokens[begin:end], begin, _MAIN, logits=False)
+        started = time.monotonic()
+        self._context.decode(self._threads.prefill if self._mail.n_decoding else self._threads.alone)
+        self.seconds += time.monotonic() - started
+        self.n_tokens += end - begin
+        self._has = job.tokens[:end]
+
+    def _send(self, job: Job) -> None:
+        """All that is computed and not sent; for a memory that cannot be cut, everything at the end."""
+        is_done = len(self._has) == len(job.tokens)
+        if not self._context.memory.goes_in_pieces:
+            if is_done:
+                self._mail.deliver(Piece(job, 0, len(job.tokens), self._context.state(_MAIN)))
+                self._n_sent = len(job.tokens)
+            return
+        while self._n_sent < len(self._has) and not job.stopped and not self._mail.closing:
+            end = min(self._n_sent + self._piece_tokens, len(self._has))
+            self._context.copy(_MAIN, _PIECE, self._n_sent, end)
+            state = self._context.state(_PIECE)
+            self._context.remove(_PIECE)
+            self._mail.deliver(Piece(job, self._n_sent, end, state))
+            self._n_sent = end
+
+    def _forget(self) -> None:
+        self._context.clear()
+        self._has = NO_TOKENS

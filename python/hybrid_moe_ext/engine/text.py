@@ -1,0 +1,56 @@
+"""Tokens to text: characters that span tokens, stop strings that span tokens. One per request."""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import llama_cpp.llama_cpp as C
+
+
+def piece(vocab: Any, token: int) -> bytes:
+    """The bytes of a token; empty for control tokens."""
+    if C.llama_vocab_type(vocab) == C.LLAMA_VOCAB_TYPE_NONE:
+        return b""
+    size = 64
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        n = C.llama_token_to_piece(vocab, token, buffer, size, 0, False)
+        if n >= 0:
+            return buffer.raw[:n]
+        size = -n
+
+
+class TextOut:
+    """Gives out text as soon as it can be neither half a character nor the beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str]):
+        self.stopped: str | None = None  # the stop string that was found; nothing comes after it
+        self._stops = tuple(stops)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+
+    def add(self, data: bytes) -> str:
+        self._held += self._decoder.decode(data)
+        found = [(at, -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:  # the first; of those that begin there, the longest
+            at, _, self.stopped = min(found)
+            text, self._held = self._held[:at], ""
+            return text
+        n_held = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        text, self._held = self._held[: len(self._held) - n_held], self._held[len(self._held) - n_held :]
+        return text
+
+    def end(self) -> str:
+        """What is left when no more tokens come."""
+        if self.stopped is not None:
+            return ""
+        text, self._held = self._held + self._decoder.decode(b"", final=True), ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that `stop` begins with."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,338 @@
+"""The engine's tokens are those of a request alone: in any batch, by any path, with any prefix shared."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from engine_solo import (
+    DEADLOCK_S,
+    Gate,
+    assert_nothing_leaked,
+    assert_solo,
+    engine,
+    greedy,
+    prompt,
+    result,
+    watchdog,
+)
+from hybrid_moe_ext.engine import Request, Sampling, Stream
+
+# Latent attention (FP8 experts), attention, attention with sliding windows, recurrent.
+MODELS = ["demo", "qwen3-30b", "gpt-oss-120b", "mamba"]
+
+
+@pytest.fixture(autouse=True)
+def no_deadlock() -> Iterator[None]:
+    with watchdog():
+        yield
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_stream_is_its_solo_run(name: str) -> None:
+    """Short and long prompts, more than there are sequences, that begin alike in part."""
+    base = prompt(70, seed=1)
+    prompts = [
+        base[:3], prompt(90, seed=2), base[:40], prompt(17, seed=3), prompt(150, seed=4), base, base + prompt(30, seed=5),
+        prompt(90, seed=2) + prompt(20, seed=6), base[:40],
+    ]  # fmt: skip
+    with engine(name) as e:
+        streams = [e.submit(greedy(p)) for p in prompts]
+        results = [result(s) for s in streams]
+        n_compared = [assert_solo(name, p, r.tokens, is_whole=24) for p, r in zip(prompts, results, strict=True)]
+        assert sum(n_compared) > 0.8 * 24 * len(prompts)  # ties are rare
+        via = [r.finish.metrics.via for r in results]
+        assert via[0] == "decode" and via[1] == "prefill" and via[4] == "prefill"
+        assert all(r.finish.reason == "length" and len(r.finish.metrics.tpot_ms) == 23 for r in results)
+        assert_nothing_leaked(e)
+
+
+def test_a_cache_of_the_window_only() -> None:
+    """Without swa_full nothing of the sliding-window layers outlives its use, so nothing is kept and nothing reused."""
+    with engine("gpt-oss-120b", swa_full=False) as e:
+        text = prompt(70, seed=1)
+        for p in (text, [*text, 5], text[:30], prompt(150, seed=2), text):
+            r = result(e.submit(greedy(p, 24)))
+            assert_solo("gpt-oss-120b", p, r.tokens, is_whole=24)
+            assert r.finish.metrics.n_reused == 0
+        streams = [e.submit(greedy(p, 24)) for p in (text, text[:40], prompt(150, seed=2), text)]
+        for s, p in zip(streams, (text, text[:40], prompt(150, seed=2), text), strict=True):
+            assert_solo("gpt-oss-120b", p, result(s).tokens, is_whole=24)
+        assert e.metrics().kept_now == 0
+        assert_nothing_leaked(e)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_conversation_goes_on_where_it_was(name: str) -> None:
+    """Each turn's prompt is all that came before, so only the new part is computed, and the answer is the same."""
+    with engine(name) as e:
+        text, n_known = prompt(30, seed=1), 0
+        for turn in range(3):
+            r = result(e.submit(greedy(text, 12)))
+            assert_solo(name, text, r.tokens, is_whole=12)
+            # The last token of an answer was never computed; of the prompt one token always is.
+            assert r.finish.metrics.n_reused == n_known
+            n_known = len(text) + 11
+            text = text + r.tokens + prompt(7, seed=10 + turn)
+        assert e.metrics().reused_tokens > 0
+        assert_nothing_leaked(e)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_that_part_ways(name: str) -> None:
+    """A prefix in the middle of a finished sequence: attention reuses it; a recurrent state of there does not exist, and
+    neither does the window of a sequence that went on too far, if its cells were given to others."""
+    begin = prompt(40, seed=1)
+    with engine(name) as e:
+        result(e.submit(greedy(begin + prompt(10, seed=2), 20)))
+        other = begin + prompt(10, seed=3)
+        r = result(e.submit(greedy(other, 20)))
+        assert_solo(name, other, r.tokens, is_whole=20)
+        assert r.finish.metrics.n_reused == (0 if name == "mamba" else 40)
+        same = result(e.submit(greedy(other, 20)))
+        assert same.tokens == r.tokens
+        assert same.finish.metrics.n_reused == (0 if name == "mamba" else len(other) - 1)
+        assert_nothing_leaked(e)
+
+
+def test_a_running_sequence_lends_its_prefix() -> None:
+    gate = Gate()
+    with engine("qwen3-30b", on_step=gate) as e:
+        text = prompt(40, seed=1)
+        gate.shut()
+        first = e.submit(greedy(text, 40))
+        gate.wait_until_held()  # its prompt is computed
+        second = e.submit(greedy([*text, 7], 20))
+        gate.open()
+        r = result(second)
+        assert r.finish.metrics.n_reused == 40
+        assert_solo("qwen3-30b", [*text, 7], r.tokens, is_whole=20)
+        assert_solo("qwen3-30b", text, result(first).tokens, is_whole=40)
+        assert_nothing_leaked(e)
+
+
+def test_long_prompts_reuse_both_contexts() -> None:
+    """The decode context's prefix is not moved again, the prefill context's is not computed again."""
+    with engine("qwen3-30b", n_kept=2, n_parallel=2) as e:
+        begin = prompt(100, seed=1)
+        result(e.submit(greedy(begin, 4)))
+        m = e.metrics()
+        assert m.prefill_tokens == 99 and m.reused_tokens == 0
+        longer = begin + prompt(80, seed=2)
+        r = result(e.submit(greedy(longer, 20)))
+        assert r.finish.metrics.via == "prefill" and r.finish.metrics.n_reused == 100
+        assert_solo("qwen3-30b", longer, r.tokens, is_whole=20)
+        assert e.metrics().prefill_tokens == 99 + 79  # the prompt's last token came over from the decode context
+        elsewhere = begin[:75] + prompt(80, seed=3)
+        r = result(e.submit(greedy(elsewhere, 20)))
+        assert r.finish.metrics.via == "prefill" and r.finish.metrics.n_reused == 75
+        assert_solo("qwen3-30b", elsewhere, r.tokens, is_whole=20)
+        assert e.metrics().prefill_tokens == 99 + 79 + 79
+        assert_nothing_leaked(e)
+
+
+def test_the_prefill_worker_borrows_a_prefix() -> None:
+    """Two agents in turns: the prefill context has the other one's prompt, the decode context still has both."""
+    gate = Gate()
+    with engine("qwen3-30b", on_step=gate, prefill_batch=32, pieces_ahead=2) as e:
+        agents = [prompt(70, seed=1), prompt(70, seed=2)]
+        for p in agents:
+            result(e.submit(greedy(p, 4)))
+        assert e.metrics().prefill_tokens == 2 * 69
+        longer = agents[0] + prompt(80, seed=3)
+        gate.shut()
+        other = e.submit(greedy(prompt(5, seed=4), 30))  # with and without somebody who decodes
+        gate.wait_until_held()
+        late = e.submit(greedy(longer, 20))
+        gate.open()
+        r = result(late)
+        assert r.finish.metrics.via == "prefill" and r.finish.metrics.n_reused == 70
+        assert_solo("qwen3-30b", longer, r.tokens, is_whole=20)
+        assert_solo("qwen3-30b", prompt(5, seed=4), result(other).tokens, is_whole=30)
+        assert e.metrics().prefill_tokens == 2 * 69 + 79
+        second = agents[1] + prompt(70, seed=5)
+        assert_solo("qwen3-30b", second, result(e.submit(greedy(second, 20))).tokens, is_whole=20)
+        assert e.metrics().prefill_tokens == 2 * 69 + 79 + 69
+        assert_nothing_leaked(e)
+
+
+def test_what_a_window_left_behind_is_not_reused() -> None:
+    """Of a long prompt only the last window moves to the decode context: earlier places cannot be gone on from."""
+    with engine("gpt-oss-120b", piece_tokens=40) as e:
+        text = prompt(150, seed=1)
+        assert result(e.submit(greedy(text, 4))).finish.metrics.via == "prefill"
+        middle = [*text[:58], 7, 8]
+        r = result(e.submit(greedy(middle, 20)))
+        assert r.finish.metrics.n_reused == 0
+        assert_solo("gpt-oss-120b", middle, r.tokens, is_whole=20)
+        r = result(e.submit(greedy([*text, 9, 9], 20)))
+        assert r.finish.metrics.n_reused == 150 and r.finish.metrics.via == "decode"
+        assert_solo("gpt-oss-120b", [*text, 9, 9], r.tokens, is_whole=20)
+        assert_nothing_leaked(e)
+
+
+def test_without_long_prompts_the_prefill_context_is_small() -> None:
+    with engine("demo", prefill_from=512) as e:
+        assert [c.n_ctx for c in e._contexts] == [256, 512]
+        r = result(e.submit(greedy(prompt(400), 4)))
+        assert r.finish.metrics.via == "decode"
+        assert_solo("demo", prompt(400), r.tokens, is_whole=4)
+
+
+def test_without_room_nothing_is_kept_and_nothing_breaks() -> None:
+    """Sequences of nearly the whole context, one after the other: kept ones give way."""
+    with engine("qwen3-30b", n_ctx=256, n_parallel=3, prefill_from=1000) as e:
+        prompts = [prompt(100, seed=i) for i in range(5)]
+        streams = [e.submit(greedy(p, 60)) for p in prompts]
+        for p, s in zip(prompts, streams, strict=True):
+            assert_solo("qwen3-30b", p, result(s).tokens, is_whole=60)
+        m = e.metrics()
+        assert m.cells == 256 and m.cells_now <= 256
+        assert_nothing_leaked(e)
+
+
+def test_the_byte_budget_of_kept_sequences_holds() -> None:
+    with engine("qwen3-30b") as e:
+        result(e.submit(greedy(prompt(50, seed=1), 11)))
+        per_token = e.metrics().kept_bytes_now / 60
+    assert per_token > 0
+    with engine("qwen3-30b", kept_mib=100 * per_token / 2**20) as e:
+        for i in range(4):
+            result(e.submit(greedy(prompt(50, seed=i), 11)))
+        assert e.drain(DEADLOCK_S)
+        m = e.metrics()
+        assert m.kept_now == 1 and 0 < m.kept_bytes_now <= 100 * per_token
+        assert_nothing_leaked(e)
+    with engine("qwen3-30b", kept_mib=0) as e:
+        result(e.submit(greedy(prompt(50, seed=1), 11)))
+        assert result(e.submit(greedy(prompt(50, seed=1), 11))).finish.metrics.n_reused == 0
+
+
+@pytest.mark.parametrize("name", ["demo", "gpt-oss-120b", "mamba"])
+def test_a_long_prompt_stalls_nobody(name: str) -> None:
+    """While it is prefilled every running stream gets a token in every step, and at most one piece arrives between two."""
+    gate = Gate()
+    with engine(name, on_step=gate, prefill_batch=32) as e:
+        gate.shut()
+        short = [e.submit(greedy(prompt(5, seed=i), 100)) for i in range(2)]
+        gate.wait_until_held()
+        long = e.submit(greedy(prompt(140, seed=9), 4))
+        gate.open()
+        assert_solo(name, prompt(140, seed=9), result(long).tokens, is_whole=4)
+        for i, s in enumerate(short):
+            assert_solo(name, prompt(5, seed=i), result(s).tokens, is_whole=100)
+        assert long.finish is not None and long.finish.metrics.via == "prefill"
+        meanwhile = [r for r in gate.reports if long.id in r.prefilling]
+        assert meanwhile
+        assert all(id != long.id for r in meanwhile for id, _ in r.chunks)
+        for s in short:
+            steps = [i for i, r in enumerate(gate.reports) if s.id in r.decoding]
+            assert steps == list(range(steps[0], steps[0] + 99))
+        assert sum(r.installed for r in gate.reports) == 139
+        most = 139 if name in ("gpt-oss-120b", "mamba") else 16  # memories that cannot be cut move at once
+        assert max(r.installed for r in gate.reports if r.decoding) <= most
+
+
+def test_a_short_prompt_joins_in_chunks() -> None:
+    """Below prefill_from a prompt is computed beside the others, in chunks that the step's limit holds."""
+    gate = Gate()
+    with engine("qwen3-30b", on_step=gate, prefill_from=1000, n_batch=24, min_chunk=8) as e:
+        gate.shut()
+        first = e.submit(greedy(prompt(5, seed=0), 60))
+        gate.wait_until_held()
+        second, third = (e.submit(greedy(prompt(100, seed=s), 8)) for s in (1, 2))
+        gate.open()
+        for s, p in ((first, prompt(5, seed=0)), (second, prompt(100, seed=1)), (third, prompt(100, seed=2))):
+            assert_solo("qwen3-30b", p, result(s).tokens)
+        chunks = [r for r in gate.reports[1:] if r.chunks]
+        assert len(chunks) >= 200 / 24
+        for r in chunks:
+            assert first.id in r.decoding
+            assert sum(n for _, n in r.chunks) <= r.chunk_limit <= 24 - len(r.decoding)
+
+
+def test_a_step_that_is_too_slow_shrinks_the_chunk() -> None:
+    """With a service level that no machine keeps, a prompt beside others gets the least."""
+    gate = Gate()
+    with engine("qwen3-30b", on_step=gate, prefill_from=1000, min_chunk=4, tpot_ms=0.001) as e:
+        gate.shut()
+        first = e.submit(greedy(prompt(5), 100))
+        gate.wait_until_held()
+        second = e.submit(greedy(prompt(100, seed=1), 8))
+        gate.open()
+        assert_solo("qwen3-30b", prompt(5), result(first).tokens, is_whole=100)
+        assert_solo("qwen3-30b", prompt(100, seed=1), result(second).tokens, is_whole=8)
+        beside = [r for r in gate.reports if r.decoding and r.chunks]
+        assert all(r.chunk_limit == 4 for r in beside)
+        m = e.metrics()
+        assert m.tpot_missed == 2 and m.tpot_met == 0 and m.ttft_met == 2
+
+
+def test_first_come_first_served() -> None:
+    """Who waits for cells is overtaken by nobody; who waits for the prefill worker only is, by short prompts."""
+
+    def begin(s: Stream) -> int:
+        return next(i for i, r in enumerate(gate.reports) if s.id in dict(r.chunks))
+
+    gate = Gate()
+    with engine("qwen3-30b", on_step=gate, n_ctx=256, prefill_from=60, prefill_batch=32) as e:
+        gate.shut()
+        first = e.submit(greedy(prompt(100, seed=0)[:50], 100))
+        gate.wait_until_held()
+        big = e.submit(greedy(prompt(50, seed=1), 150))  # needs 200 cells of the 106 left
+        small = [e.submit(greedy(prompt(5, seed=2 + i), 5)) for i in range(3)]  # would fit now
+        gate.open()
+        for s in (first, big, *small):
+            result(s)
+        begun = [begin(s) for s in (first, big, *small)]
+        assert begun == sorted(begun)
+        # Two long prompts hold a place, the third waits for the prefill worker: the short one goes before it.
+        gate.shut()
+        hold = e.submit(greedy(prompt(5, seed=9), 20))
+        gate.wait_until_held()
+        long = [e.submit(greedy(prompt(62, seed=20 + i), 1)) for i in range(3)]
+        short = e.submit(greedy(prompt(5, seed=30), 1))
+        gate.open()
+        for s in (hold, *long, short):
+            result(s)
+        assert [s.finish.metrics.via for s in (*long, short)] == ["prefill"] * 3 + ["decode"]
+        assert begin(short) < begin(long[2])
+        assert_nothing_leaked(e)
+
+
+def test_asyncio_consumers() -> None:
+    async def main() -> None:
+        prompts = [prompt(5 + i, seed=i) for i in range(6)]
+        streams = [e.submit(greedy(p, 20)) for p in prompts]
+
+        async def read(stream) -> list[int]:
+            return [event.token async for event in stream]
+
+        read_tokens = await asyncio.wait_for(asyncio.gather(*map(read, streams[:3])), DEADLOCK_S)
+        results = await asyncio.wait_for(asyncio.gather(*streams[3:]), DEADLOCK_S)
+        for p, tokens in zip(prompts, [*read_tokens, *(r.tokens for r in results)], strict=True):
+            assert_solo("qwen3-30b", p, tokens, is_whole=20)
+        # A consumer that is cancelled while it waits leaves the stream usable.
+        gate.shut()
+        stream = e.submit(greedy(prompt(5), 20))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(read(stream), 0.2)
+        gate.open()
+        stream.cancel()
+        assert len([event async for event in stream]) <= 20
+        assert stream.finish is not None and stream.finish.reason == "cancelled"
+
+    gate = Gate()
+    with engine("qwen3-30b", on_step=gate) as e:
+        asyncio.run(main())
+        assert_nothing_leaked(e)
+
+
+def test_text_of_a_prompt() -> None:
+    """Text goes through the model's tokenizer as llama_cpp.Llama's does."""
+    with engine("demo") as e:
+        r = result(e.submit(Request("The licence", max_tokens=12, sampling=Sampling(temperature=0))))
+        tokens = e.llama.tokenize(b"The licence", add_bos=True, special=True)
+        assert e.tokenize("The licence") == tokens and r.finish.metrics.n_prompt == len(tokens)
+        assert_solo("demo", tokens, r.tokens, is_whole=12)
+        assert r.text == e.detokenize(r.tokens).decode()
