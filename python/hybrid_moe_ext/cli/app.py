@@ -32,6 +32,7 @@ from .fits import run as run_fits
 from .generate import Request, Result
 from .generate import run as generate
 from .gpus import gpu_facts, gpu_lines
+from .serve import register as register_serve
 from .terminal import note, set_log, write
 
 DEMO_MODEL = "tiny-deepseek-v3-fp8"
@@ -83,6 +84,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     del wrapper.__wrapped__  # typer would look through to the command's own signature
     return wrapper
 
+
+register_serve(app, with_options)
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file or a Hugging Face directory.")]
 Count = Annotated[int, typer.Option("-n", min=1, help="Tokens to generate at most.")]
