@@ -90,13 +90,18 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """No such path, wrong method."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers) if error.headers else None
-    return ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}", headers=headers).response()
+    return ApiError(
+        error.status_code, f"{error.detail}: {request.method} {request.url.path}", headers=headers
+    ).response()
 
 
 async def on_invalid(_: Request, error: Exception) -> Response:
-    """The body is no JSON, or not what the path wants. The first thing wrong is told."""
+    """The body is no JSON, or not what the path wants. One thing that is wrong is told."""
     assert isinstance(error, RequestValidationError)
-    return invalid(error.errors()[0]).response()
+    found = error.errors()
+    # Of a parameter that may be this or that, whatever it is most nearly: where the check came furthest.
+    same = [other for other in found if other["loc"][:2] == found[0]["loc"][:2]]
+    return invalid(max(same, key=lambda other: len(other["loc"]))).response()
 
 
 def invalid(found: Any) -> ApiError:

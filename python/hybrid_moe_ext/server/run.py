@@ -45,8 +45,9 @@ class Server(uvicorn.Server):
         protocol = type("Protocol", (_PromptProtocol,), {"headers_s": options.body_timeout_s})
         config = uvicorn.Config(
             app, http=protocol, ws="none", log_level="warning", access_log=False, server_header=False, lifespan="on",
-            timeout_graceful_shutdown=max(1, round(options.drain_s)), h11_max_incomplete_event_size=64 * 1024,
+            h11_max_incomplete_event_size=64 * 1024,
         )  # fmt: skip
+        config.timeout_graceful_shutdown = options.drain_s  # type: ignore[assignment]  # parts of a second work too
         super().__init__(config)
         self._on_ready = on_ready
 
