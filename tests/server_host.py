@@ -62,15 +62,20 @@ def wait_for(is_so: object) -> None:
 
 
 @contextlib.contextmanager
-def serving(engine_options: dict | None = None, **options: object) -> Iterator[Host]:
-    """Ends with the proof that no sequence is left in the engine."""
+def serving(engine_options: dict | None = None, path: str | None = None, **options: object) -> Iterator[Host]:
+    """The demo model, or the one at `path`. Ends with the proof that no sequence is left in the engine."""
     gate, metrics = Gate(), Metrics()
 
     def on_step(report: object) -> None:
         metrics.on_step(report)
         gate(report)
 
-    made = engine(MODEL, on_step=on_step, **(engine_options or {}))
+    given = {"on_step": on_step} | (engine_options or {})
+    made = (
+        engine(MODEL, **given)
+        if path is None
+        else Engine(path, n_ctx=512, n_threads=1, n_threads_prefill=1, verbose=False, **given)
+    )
     limits = ServerOptions(**{"name": MODEL, "drain_s": 1} | options)
     ready = threading.Event()
     server = Server(create_app(made, limits, metrics), limits, ready.set)

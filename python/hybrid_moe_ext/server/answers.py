@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from .. import __version__
 from ..engine import Engine, Finish, Token
+from .tools import ToolText
 
 FINGERPRINT = f"hybrid-moe-ext-{__version__}"
 
@@ -48,11 +49,14 @@ class Shape:
         """The chunk before any text."""
         return None
 
-    def chunk(self, event: Token) -> dict[str, Any]:
+    def chunk(self, event: Token) -> dict[str, Any] | None:
+        """None: there is nothing to say."""
+        if not event.text and event.logprob is None:
+            return None
         return self._chunk(self._delta(event.text) | {"logprobs": self._logprobs([event]), "finish_reason": None})
 
-    def last(self, finish: Finish) -> dict[str, Any]:
-        return self._chunk(self._end() | {"logprobs": None, "finish_reason": finish.reason})
+    def last(self, finish: Finish) -> list[dict[str, Any]]:
+        return [self._chunk(self._end() | {"logprobs": None, "finish_reason": finish.reason})]
 
     def usage_chunk(self, finish: Finish) -> dict[str, Any]:
         return self._head | {"object": self.chunk_object, "choices": [], "usage": usage(finish)}
@@ -81,6 +85,39 @@ class ChatShape(Shape):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     prefix = "chatcmpl"
+
+    def __init__(self, model: str, engine: Engine, wants_logprobs: bool, tools: ToolText | None = None):
+        super().__init__(model, engine, wants_logprobs)
+        self._tools = tools  # None: no call is looked for
+
+    def whole(self, text: str, events: list[Token], finish: Finish) -> dict[str, Any]:
+        answer = super().whole(text, events, finish)
+        if self._tools is not None:
+            said = self._tools.add(text)
+            _, calls = self._tools.end()
+            if calls:
+                choice = answer["choices"][0]
+                choice["message"] |= {"content": said.strip() or None, "tool_calls": calls}
+                choice["finish_reason"] = "tool_calls"
+        return answer
+
+    def chunk(self, event: Token) -> dict[str, Any] | None:
+        if self._tools is not None:
+            event = replace(event, text=self._tools.add(event.text))
+        return super().chunk(event)
+
+    def last(self, finish: Finish) -> list[dict[str, Any]]:
+        chunks = super().last(finish)
+        rest, calls = self._tools.end() if self._tools is not None else ("", [])
+        if calls:
+            numbered = [{"index": i} | call for i, call in enumerate(calls)]
+            chunks.insert(
+                0, self._chunk({"index": 0, "delta": {"tool_calls": numbered}, "logprobs": None, "finish_reason": None})
+            )
+            chunks[-1]["choices"][0]["finish_reason"] = "tool_calls"
+        elif rest:
+            chunks.insert(0, self._chunk(self._delta(rest) | {"logprobs": None, "finish_reason": None}))
+        return chunks
 
     def first(self) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
@@ -138,6 +175,3 @@ class TextShape(Shape):
 
     def _text(self, token: int | None) -> str:
         return "" if token is None else self._engine.detokenize([token]).decode("utf-8", "replace")
-
-
-ShapeOf = Callable[[str, Engine, bool], Shape]

@@ -26,6 +26,7 @@ from .options import ServerOptions
 from .replies import ApiError, Json, of_error, on_error, on_http_error, on_invalid
 from .schema import ChatBody, DetokenizeBody, SamplingFields, TextBody, TokenizeBody
 from .serving import StreamedAnswer, WholeAnswer
+from .tools import ToolText, can_parse
 
 
 def create_app(engine: Engine, options: ServerOptions, metrics: Metrics | None = None) -> FastAPI:
@@ -77,21 +78,25 @@ class _Server:
         def request() -> Request:
             return translate.chat_request(body, self._engine, self._template, self._options.timeout_s)
 
-        return await self._answer(body, request, ChatShape, wants_logprobs=bool(body.logprobs))
+        wants_logprobs = bool(body.logprobs)
+        looks_for_calls = body.tools and body.tool_choice != "none" and can_parse(self._template.source)
+        tools = ToolText(body.tools) if body.tools and looks_for_calls else None
+        return await self._answer(body, request, lambda: ChatShape(self._name, self._engine, wants_logprobs, tools))
 
     async def complete(self, body: TextBody) -> Response:
         def request() -> Request:
             return translate.text_request(body, self._engine, self._options.timeout_s)
 
-        return await self._answer(body, request, TextShape, wants_logprobs=body.logprobs is not None)
+        wants_logprobs = body.logprobs is not None
+        return await self._answer(body, request, lambda: TextShape(self._name, self._engine, wants_logprobs))
 
     async def _answer(
-        self, body: SamplingFields, request: Callable[[], Request], kind: type[Shape], wants_logprobs: bool
+        self, body: SamplingFields, request: Callable[[], Request], make_shape: Callable[[], Shape]
     ) -> Response:
         self._check_model(body.model)
         # Templates, tokenizing and grammars take a while, so that a thread does them.
         stream: Stream = await run_in_threadpool(lambda: self._engine.submit(request()))
-        shape = kind(self._name, self._engine, wants_logprobs)
+        shape = make_shape()
         if not body.stream:
             return WholeAnswer(stream, shape, self._metrics.finished)
         include_usage = bool(body.stream_options and body.stream_options.include_usage)

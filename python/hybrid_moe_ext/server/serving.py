@@ -101,10 +101,11 @@ class StreamedAnswer(Answer):
             async for event in events:
                 if event is None:
                     yield ": still working\n\n"
-                elif event.text or event.logprob is not None:
-                    yield self._event(self._shape.chunk(event))
+                elif (chunk := self._shape.chunk(event)) is not None:
+                    yield self._event(chunk)
         finish = self._end()
-        yield self._event(self._shape.last(finish))
+        for chunk in self._shape.last(finish):
+            yield self._event(chunk)
         if self._include_usage:
             yield _event(self._shape.usage_chunk(finish))
 
