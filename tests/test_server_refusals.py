@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -200,6 +201,21 @@ def test_keys(host: Host, neighbour: None) -> None:
     assert httpx.get(host.url + "/health").status_code == 200
     with pytest.raises(openai.AuthenticationError):
         host.openai(api_key="wrong").models.list()
+
+
+def test_the_page_needs_no_key_and_nothing_from_elsewhere(host: Host) -> None:
+    page = httpx.get(host.url + "/")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    files = re.findall(r'(?:src|href)="(/[^"]*)"', page.text)
+    assert len(files) == 2
+    for file in files:
+        told = httpx.get(host.url + file)
+        assert told.status_code == 200 and not re.search(r"https?://", told.text)
+    assert not re.search(r"https?://", page.text)
+    error(httpx.get(host.url + "/static/../app.py"), 401)
+    for outside in ("/static/no.js", "/static/%2e%2e/app.py", "/static/..%2fapp.py"):
+        error(httpx.get(host.url + outside), 404)
 
 
 def test_hosts(host: Host) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,7 +13,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
 
 from .. import __version__
 from ..engine import Engine, Request, Stream
@@ -27,6 +29,8 @@ from .replies import ApiError, Json, of_error, on_error, on_http_error, on_inval
 from .schema import ChatBody, DetokenizeBody, SamplingFields, TextBody, TokenizeBody
 from .serving import StreamedAnswer, WholeAnswer
 from .tools import ToolText, can_parse
+
+STATIC = Path(__file__).parent / "static"
 
 
 def create_app(engine: Engine, options: ServerOptions, metrics: Metrics | None = None) -> FastAPI:
@@ -56,6 +60,8 @@ class _Server:
         app.post("/detokenize")(self.detokenize)
         app.get("/health")(self.health)
         app.get("/metrics")(self.metrics)
+        app.get("/", include_in_schema=False)(self.page)
+        app.mount("/static", StaticFiles(directory=STATIC))
         app.add_exception_handler(RequestValidationError, on_invalid)
         app.add_exception_handler(HTTPException, on_http_error)
         for kind in (ApiError, HybridMoeError, Exception):
@@ -125,6 +131,11 @@ class _Server:
             "owned_by": "hybrid-moe-ext",
             "context_length": self._engine.n_ctx,
         }
+
+    def page(self) -> Response:
+        # Nothing but its own files runs in it, whatever a model writes.
+        policy = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
+        return FileResponse(STATIC / "index.html", headers={"content-security-policy": policy})
 
     def tokenize(self, body: TokenizeBody) -> Json:
         tokens = self._engine.tokenize(body.content, None if body.add_special else False, body.parse_special)
