@@ -309,6 +309,40 @@ def test_full_queue_and_deadlines() -> None:
         host.wait_until_idle()
 
 
+def test_options_that_admit_more() -> None:
+    """A page of another origin, and signs of life while a stream is silent."""
+    with serving(cors_origins=("https://chat.example",), allow_hosts=("llm.example",), ping_s=0.05) as host:
+        page = {"origin": "https://chat.example", "host": "llm.example"}
+        preflight = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type",
+        }
+        asked = httpx.options(host.url + CHAT, headers=page | preflight)
+        assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == "https://chat.example"
+        read = httpx.get(host.url + "/v1/models", headers=page)
+        assert read.status_code == 200 and read.headers["access-control-allow-origin"] == "https://chat.example"
+        other = httpx.get(host.url + "/v1/models", headers=page | {"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+        host.gate.shut()
+        body = {
+            "model": MODEL,
+            "prompt": PROMPTS[0],
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with httpx.stream("POST", host.url + TEXT, json=body, timeout=DEADLOCK_S) as answer:
+            lines = []
+            for line in answer.iter_lines():
+                lines.append(line)
+                if line.startswith(":"):
+                    host.gate.open()
+        assert any(line.startswith(":") for line in lines) and lines[-2] == "data: [DONE]"
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == host.expected(PROMPTS[0], 8)
+
+
 def test_an_engine_that_failed_is_told() -> None:
     with serving() as host:
         host.engine._mail.close(RuntimeError("broken for this test"))

@@ -145,7 +145,8 @@ class _Server:
         data = self._engine.detokenize(body.tokens) if body.tokens else b""
         return Json({"content": data.decode("utf-8", "replace")})
 
-    def health(self) -> Json:
+    # Not in a thread: those may all be busy with long prompts.
+    async def health(self) -> Json:
         try:
             self._engine.submit(Request([0], max_tokens=0))  # ends at once, if the engine takes requests
         except HybridMoeError as error:
@@ -153,5 +154,5 @@ class _Server:
             return Json({"status": "error", **told.body}, 503)
         return Json({"status": "ok"})
 
-    def metrics(self) -> Response:
+    async def metrics(self) -> Response:
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
