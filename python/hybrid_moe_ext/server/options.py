@@ -24,7 +24,7 @@ class ServerOptions:
     api_key: str = _text("", "what clients must send as their key; none by default")
     allow_hosts: tuple[str, ...] = _text((), "names that clients may call this machine, besides localhost; *: any")
     cors_origins: tuple[str, ...] = _text((), "web pages of other origins that may call, such as https://chat.example")
-    max_body_mib: float = _number(16, 0.001, "longest request body, MiB")
+    max_body_mib: float = _number(8, 0.001, "longest request body, MiB")
     body_timeout_s: float = _number(30, 0.01, "a request's headers must arrive within this time, and its body too")
     timeout_s: float = _number(3600, 0.01, "a request that takes longer ends with an error")
     drain_s: float = _number(30, 0, "at SIGTERM, running requests may take so long to finish")

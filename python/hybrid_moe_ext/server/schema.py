@@ -3,16 +3,55 @@ does. What a field may hold is checked here; what the engine makes of it is tran
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
+# A body of megabytes that is wrong a million times must not cost a million errors while nobody else is served: lists stop at
+# the first, and what has no order has a largest size.
+MAX_FIELDS = 200
 MAX_STOPS = 16
-Stops = list[str] | str | None
+MAX_BIASES = 4096
+
+Item = TypeVar("Item")
+
+
+class _FailFast(FailFast):
+    def __hash__(self) -> int:  # typing wants one from what stands in a union
+        return hash(self.fail_fast)
+
+
+Few = Annotated[list[Item], _FailFast()]
+
+
+def _at_most(n: int) -> BeforeValidator:
+    def check(given: Any) -> Any:
+        if isinstance(given, (list, dict)) and len(given) > n:
+            raise ValueError(f"give up to {n} of them")
+        return given
+
+    return BeforeValidator(check)
+
+
+def _prompt(given: Any) -> Any:
+    """A text, or tokens; also in a list of its own."""
+    one = given[0] if isinstance(given, list) and len(given) == 1 and isinstance(given[0], (str, list)) else given
+    if isinstance(one, str) or (isinstance(one, list) and all(type(token) is int for token in one)):
+        return one
+    if isinstance(given, list) and len(given) > 1 and isinstance(given[0], (str, list)):
+        raise ValueError("one prompt per request: send a request for each")
+    raise ValueError("give a text or a list of token ids")
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise ValueError(f"{len(given)} parameters are too many")
+        return given
 
 
 class Part(BaseModel):
@@ -27,9 +66,9 @@ class Message(BaseModel):
     # Templates read more than OpenAI names (reasoning_content, tool_name, ...).
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | Few[Part] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Few[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
 
@@ -61,9 +100,9 @@ class SamplingFields(_Body):
     top_p: float | None = Field(None, ge=0, le=1)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, _at_most(MAX_BIASES)] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stops = None
+    stop: Annotated[list[str] | str | None, _at_most(MAX_STOPS)] = None
     n: int | None = None
     response_format: ResponseFormat | None = None
     # The engine's own, as llama-server and others name them.
@@ -83,22 +122,22 @@ class SamplingFields(_Body):
 
 
 class ChatBody(SamplingFields):
-    messages: list[Message] = Field(min_length=1)
+    messages: Few[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
+    tools: Few[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[str] | None = None
+    modalities: Few[str] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # passed to the template, such as enable_thinking
 
 
 class TextBody(SamplingFields):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[str | list[Any], BeforeValidator(_prompt)]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     best_of: int | None = None
@@ -113,5 +152,5 @@ class TokenizeBody(_Body):
 
 
 class DetokenizeBody(_Body):
-    tokens: list[int]
+    tokens: Few[int]
     model: str | None = None

@@ -8,7 +8,7 @@ from typing import Any
 from ..engine import Engine, Request, Sampling
 from .chat import ChatTemplate
 from .replies import ApiError
-from .schema import MAX_STOPS, ChatBody, SamplingFields, TextBody
+from .schema import ChatBody, SamplingFields, TextBody
 
 DEFAULT_TEXT_TOKENS = 16  # OpenAI's, of /v1/completions
 
@@ -30,16 +30,8 @@ def text_request(body: TextBody, engine: Engine, timeout_s: float) -> Request:
         if getattr(body, name) not in (None, default):
             raise ApiError(400, f"'{name}' is not supported: leave it out", "unsupported_parameter", name)
     given = DEFAULT_TEXT_TOKENS if body.max_tokens is None else body.max_tokens
-    return _request(body, engine, _prompt(body, engine), given, body.logprobs, timeout_s)
-
-
-def _prompt(body: TextBody, engine: Engine) -> list[int]:
-    prompt: Any = body.prompt
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        if len(prompt) > 1:
-            raise ApiError(400, "one prompt per request: send a request for each", "unsupported_parameter", "prompt")
-        prompt = prompt[0]
-    return engine.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+    prompt = engine.tokenize(body.prompt) if isinstance(body.prompt, str) else body.prompt
+    return _request(body, engine, prompt, given, body.logprobs, timeout_s)
 
 
 def _tools(body: ChatBody, template: ChatTemplate) -> list[dict[str, Any]] | None:
@@ -96,8 +88,8 @@ def _request(
 
 def _stops(body: SamplingFields) -> list[str]:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stops) > MAX_STOPS or not all(stops):
-        raise ApiError(400, f"'stop' can be up to {MAX_STOPS} texts that are not empty", "invalid_value", "stop")
+    if not all(stops):
+        raise ApiError(400, "'stop' cannot be an empty text", "invalid_value", "stop")
     return stops
 
 

@@ -60,7 +60,7 @@ async function answer(text) {
       method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal,
     }));
     for await (const data of events(got.body)) {
-      if (data === "[DONE]") break;
+      if (data === "[DONE]") continue;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
       if (chunk.usage) n = chunk.usage.completion_tokens;
