@@ -69,9 +69,7 @@ class WholeAnswer(Answer):
             text = "".join(event.text for event in events)
             reply: Response = Json(self._shape.whole(text, events, finish))
         except Exception as error:
-            reply = of_error(error).response()
-            if reply.status_code == 500:
-                _log(error)
+            reply = _told(error).response()
         await reply(scope, receive, send)
 
 
@@ -91,8 +89,7 @@ class StreamedAnswer(Answer):
                 await say(data)
             await say("data: [DONE]\n\n", more=False)
         except Exception as error:  # the status is sent already
-            _log(error)
-            await say(_event(of_error(error).body), more=False)
+            await say(_event(_told(error).body), more=False)
 
     async def _chunks(self) -> AsyncIterator[str]:
         if (first := self._shape.first()) is not None:
@@ -148,6 +145,9 @@ async def _until_gone(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
-def _log(error: BaseException) -> None:
-    if not isinstance(error, ApiError):
+def _told(error: Exception) -> ApiError:
+    """What the client is told; the log has more when it is our fault."""
+    told = of_error(error)
+    if told.status == 500:
         logging.getLogger("hybrid_moe_ext.server").error("a request failed", exc_info=error)
+    return told
