@@ -71,11 +71,7 @@ def serving(engine_options: dict | None = None, path: str | None = None, **optio
         gate(report)
 
     given = {"on_step": on_step} | (engine_options or {})
-    made = (
-        engine(MODEL, **given)
-        if path is None
-        else Engine(path, n_ctx=512, n_threads=1, n_threads_prefill=1, verbose=False, **given)
-    )
+    made = engine(MODEL, **given) if path is None else Engine(path, n_ctx=512, n_threads=1, verbose=False, **given)
     limits = ServerOptions(**{"name": MODEL, "drain_s": 1} | options)
     ready = threading.Event()
     server = Server(create_app(made, limits, metrics), limits, ready.set)

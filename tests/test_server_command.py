@@ -19,7 +19,7 @@ from conftest import DEMO
 from engine_solo import DEADLOCK_S
 
 COMMAND = [sys.executable, "-c", "from hybrid_moe_ext.cli import main; main()", "serve"]
-SMALL = ["--ctx", "1024", "--threads", "1", "--n-threads-prefill", "1", "--port", "0"]
+SMALL = ["--ctx", "1024", "--threads", "1", "--port", "0"]
 PROMPT = "The licenses for most software are designed to"
 
 
