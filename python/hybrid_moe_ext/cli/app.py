@@ -29,6 +29,7 @@ from .generate import Request, Result
 from .generate import run as generate
 from .gpus import gpu_facts, gpu_lines
 from .info_text import info_lines
+from .serve import register as register_serve
 from .terminal import note, set_log, write
 
 DEMO_MODEL = "tiny-deepseek-v3-fp8"
@@ -58,6 +59,9 @@ def _common(
     if context.invoked_subcommand is None:
         write(context.get_help() + "\n")
         raise typer.Exit(2)
+
+
+register_serve(app, with_options)
 
 
 @app.command()

@@ -1,0 +1,117 @@
+"""`hybrid-moe serve MODEL`: the flags, which are the fields of the engine's and the server's options, and the start."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..engine import Engine, EngineOptions
+from ..errors import HybridMoeError, OptionError
+from ..server import ServerOptions, require_packages
+from .terminal import last_errors, note, progress_bar, set_log
+
+# Flags that may be given several times, in the singular.
+_LISTS = {"allow_hosts": "allow_host", "cors_origins": "cors_origin"}
+_SHORT = {"n_ctx": ("-c", "--ctx"), "n_threads": ("-t", "--threads")}  # as the other commands call them
+
+
+def register(app: typer.Typer, with_options: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+    app.command()(with_options(_with_fields(serve)))
+
+
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file or a Hugging Face directory.")],
+    options: dict[str, str | None],
+    sizes: dict[str, Any],
+    limits: dict[str, Any],
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: one that is free.")] = 8080,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", help="Its first line is the key that clients must send.")
+    ] = None,
+    n_gpu_layers: Annotated[
+        int | None, typer.Option("-ngl", "--n-gpu-layers", min=-1, help="Layers on GPUs; as `run` has it.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show llama.cpp's log.")] = False,
+) -> None:
+    """Serve OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /health, /metrics."""
+    require_packages()
+    from ..server.app import create_app
+    from ..server.metrics import Metrics
+    from ..server.run import Server, bind
+
+    name = limits.pop("name") or Path(os.path.abspath(model)).name.removesuffix(".gguf")
+    key = _read_key(api_key_file) if api_key_file else ""
+    server_options = ServerOptions(name=name, api_key=key, **limits)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # while the model loads
+    bound = bind(host, port)
+    metrics = Metrics()
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if n_gpu_layers is not None:
+        given["n_gpu_layers"] = n_gpu_layers
+    set_log(verbose)
+    with _load(model, on_step=metrics.on_step, verbose=verbose, **sizes, **given) as engine:
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{bound.getsockname()[1]}"
+        ready = f"serving {name} at {address}/v1, {engine.n_ctx} tokens of context; Ctrl-C or SIGTERM ends it"
+        Server(create_app(engine, server_options, metrics), server_options, lambda: note(ready)).run_on(bound)
+
+
+def _load(model: str, **options: Any) -> Engine:
+    with progress_bar("loading") as progress:
+        try:
+            return Engine(model, progress=progress, **options)
+        except HybridMoeError as error:
+            reasons = last_errors()
+            raise type(error)(f"{error} ({reasons})" if reasons else str(error)) from error
+        except (ValueError, RuntimeError, MemoryError) as error:
+            raise HybridMoeError(
+                f"{model}: llama.cpp cannot load it ({error}): try a smaller --n-ctx {last_errors()}"
+            ) from error
+
+
+def _read_key(path: Path) -> str:
+    try:
+        key = path.read_text().partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"--api-key-file {path} cannot be read: {error}") from error
+    if not key:
+        raise OptionError(f"--api-key-file {path} has no key in its first line: write one there")
+    return key
+
+
+def _with_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds a flag per field of EngineOptions (the command's `sizes`) and of ServerOptions (its `limits`)."""
+    engine = fields(EngineOptions)
+    server = [f for f in fields(ServerOptions) if f.name != "api_key"]  # `ps` would show it
+
+    def wrapper(**given: Any) -> None:
+        sizes = {f.name: given.pop(f.name) for f in engine}
+        limits = {f.name: given.pop(_LISTS.get(f.name, f.name)) for f in server}
+        limits |= {name: tuple(limits[name] or ()) for name in _LISTS}
+        command(**given, sizes=sizes, limits=limits)
+
+    parameters = inspect.signature(command, eval_str=True).parameters.values()
+    own = [p for p in parameters if p.name not in ("sizes", "limits")]
+    added = [_flag(f) for f in (*engine, *server)]
+    keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *added)]
+    wrapper.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in keywords}
+    wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
+    return wrapper
+
+
+def _flag(f: Field[Any]) -> inspect.Parameter:
+    name = _LISTS.get(f.name, f.name)
+    kind: Any = list[str] | None if f.name in _LISTS else {"int": int, "float": float}.get(str(f.type), str)
+    option = typer.Option(*_SHORT.get(f.name, ()), "--" + name.replace("_", "-"), help=f.metadata["help"])
+    default = None if f.name in _LISTS else f.default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])

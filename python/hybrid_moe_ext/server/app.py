@@ -1,0 +1,158 @@
+"""The routes. What they take is schema.py's, what they answer answers.py's, how a request runs serving.py's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from .. import __version__
+from ..engine import Engine, Request, Stream
+from ..errors import HybridMoeError
+from . import translate
+from .answers import ChatShape, Shape, TextShape
+from .chat import ChatTemplate
+from .guard import Guard
+from .metrics import Metrics
+from .options import ServerOptions
+from .replies import ApiError, Json, of_error, on_error, on_http_error, on_invalid
+from .schema import ChatBody, DetokenizeBody, SamplingFields, TextBody, TokenizeBody
+from .serving import StreamedAnswer, WholeAnswer
+from .tools import ToolText, can_parse
+
+STATIC = Path(__file__).parent / "static"
+
+
+def create_app(engine: Engine, options: ServerOptions, metrics: Metrics | None = None) -> FastAPI:
+    """`metrics`: one whose on_step the engine has. The application closes the engine when it ends."""
+    return _Server(engine, options, metrics or Metrics()).app()
+
+
+class _Server:
+    def __init__(self, engine: Engine, options: ServerOptions, metrics: Metrics):
+        self._engine = engine
+        self._options = options
+        self._metrics = metrics
+        self._template = ChatTemplate(engine)
+        self._name = options.name or "model"
+        metrics.watch(engine)
+
+    def app(self) -> FastAPI:
+        app = FastAPI(
+            title="hybrid-moe-ext", version=__version__, docs_url=None, redoc_url=None, lifespan=self._lifespan,
+            default_response_class=Json,
+        )  # fmt: skip
+        app.post("/v1/chat/completions")(self.chat)
+        app.post("/v1/completions")(self.complete)
+        app.get("/v1/models")(self.models)
+        app.get("/v1/models/{name:path}")(self.model)
+        app.post("/tokenize")(self.tokenize)
+        app.post("/detokenize")(self.detokenize)
+        app.get("/health")(self.health)
+        app.get("/metrics")(self.metrics)
+        app.get("/", include_in_schema=False)(self.page)
+        app.mount("/static", StaticFiles(directory=STATIC))
+        app.add_exception_handler(RequestValidationError, on_invalid)
+        app.add_exception_handler(HTTPException, on_http_error)
+        for kind in (ApiError, HybridMoeError, Exception):
+            app.add_exception_handler(kind, on_error)
+        app.add_middleware(Guard, options=self._options)
+        if self._options.cors_origins:  # outside of the guard: a browser's question before a request bears no key
+            app.add_middleware(
+                CORSMiddleware, allow_origins=list(self._options.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+            )  # fmt: skip
+        return app
+
+    @asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        yield
+        await run_in_threadpool(self._engine.close)
+
+    # --- completions
+
+    async def chat(self, body: ChatBody) -> Response:
+        def request() -> Request:
+            return translate.chat_request(body, self._engine, self._template, self._options.timeout_s)
+
+        wants_logprobs = bool(body.logprobs)
+        looks_for_calls = body.tools and body.tool_choice != "none" and can_parse(self._template.source)
+        tools = ToolText(body.tools) if body.tools and looks_for_calls else None
+        return await self._answer(body, request, lambda: ChatShape(self._name, self._engine, wants_logprobs, tools))
+
+    async def complete(self, body: TextBody) -> Response:
+        def request() -> Request:
+            return translate.text_request(body, self._engine, self._options.timeout_s)
+
+        wants_logprobs = body.logprobs is not None
+        return await self._answer(body, request, lambda: TextShape(self._name, self._engine, wants_logprobs))
+
+    async def _answer(
+        self, body: SamplingFields, request: Callable[[], Request], make_shape: Callable[[], Shape]
+    ) -> Response:
+        self._check_model(body.model)
+        # Templates, tokenizing and grammars take a while, so that a thread does them.
+        stream: Stream = await run_in_threadpool(lambda: self._engine.submit(request()))
+        shape = make_shape()
+        if not body.stream:
+            return WholeAnswer(stream, shape, self._metrics.finished)
+        include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        return StreamedAnswer(stream, shape, self._metrics.finished, include_usage, self._options.ping_s)
+
+    def _check_model(self, name: str) -> None:
+        if name != self._name:
+            raise ApiError(
+                404, f"The model `{name}` does not exist: this server has `{self._name}`", "model_not_found", "model"
+            )
+
+    # --- everything else
+
+    async def models(self) -> Json:
+        return Json({"object": "list", "data": [self._card()]})
+
+    async def model(self, name: str) -> Json:
+        self._check_model(name)
+        return Json(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "hybrid-moe-ext",
+            "context_length": self._engine.n_ctx,
+        }
+
+    def page(self) -> Response:
+        # Nothing but its own files runs in it, whatever a model writes.
+        policy = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
+        return FileResponse(STATIC / "index.html", headers={"content-security-policy": policy})
+
+    def tokenize(self, body: TokenizeBody) -> Json:
+        tokens = self._engine.tokenize(body.content, None if body.add_special else False, body.parse_special)
+        return Json({"tokens": tokens})
+
+    def detokenize(self, body: DetokenizeBody) -> Json:
+        data = self._engine.detokenize(body.tokens) if body.tokens else b""
+        return Json({"content": data.decode("utf-8", "replace")})
+
+    # Not in a thread: those may all be busy with long prompts.
+    async def health(self) -> Json:
+        try:
+            self._engine.submit(Request([0], max_tokens=0))  # ends at once, if the engine takes requests
+        except HybridMoeError as error:
+            told = of_error(error)
+            return Json({"status": "error", **told.body}, 503)
+        return Json({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,92 @@
+"""What server tests share: a server in a thread of this process, on an engine that answers exactly. No tests."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import openai
+import uvicorn
+
+from engine_solo import DEADLOCK_S, Gate, assert_nothing_leaked, engine, solo
+from hybrid_moe_ext.engine import Engine
+from hybrid_moe_ext.server import ServerOptions
+from hybrid_moe_ext.server.app import create_app
+from hybrid_moe_ext.server.metrics import Metrics
+from hybrid_moe_ext.server.run import Server, bind
+
+MODEL = "demo"
+PROMPTS = ["The licenses for most software are designed to", "Redistribution and use in source", "This program is"]
+
+
+@dataclass
+class Host:
+    url: str
+    engine: Engine
+    gate: Gate
+    server: uvicorn.Server
+
+    def openai(self, **more: object) -> openai.OpenAI:
+        given = {"api_key": "none", "max_retries": 0, "timeout": DEADLOCK_S} | more
+        return openai.OpenAI(base_url=f"{self.url}/v1", **given)
+
+    def post(self, path: str, **more: object) -> httpx.Response:
+        return httpx.post(self.url + path, timeout=DEADLOCK_S, **more)
+
+    def wait_until_idle(self) -> None:
+        """Nothing waits, nothing runs: what was cancelled is gone."""
+        wait_for(lambda: (m := self.engine.metrics()).running_now == 0 and m.queued_now == 0)
+
+    def tokens(self, text: str) -> tuple[int, ...]:
+        return tuple(self.engine.tokenize(text))
+
+    def expected(self, text: str, n: int) -> str:
+        """The greedy continuation by a plain Llama; none of its choices is a close one."""
+        return self.expected_after(self.tokens(text), n)
+
+    def expected_after(self, prompt: tuple[int, ...], n: int) -> str:
+        tokens, margins = solo(MODEL, prompt, n)
+        assert min(margins) > 2e-3, "choose another prompt"
+        return self.engine.detokenize(tokens).decode()
+
+
+def wait_for(is_so: object) -> None:
+    end = time.monotonic() + DEADLOCK_S
+    while not is_so():  # type: ignore[operator]
+        assert time.monotonic() < end, "it never became so"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def serving(engine_options: dict | None = None, path: str | None = None, **options: object) -> Iterator[Host]:
+    """The demo model, or the one at `path`. Ends with the proof that no sequence is left in the engine."""
+    gate, metrics = Gate(), Metrics()
+
+    def on_step(report: object) -> None:
+        metrics.on_step(report)
+        gate(report)
+
+    given = {"on_step": on_step} | (engine_options or {})
+    made = engine(MODEL, **given) if path is None else Engine(path, n_ctx=512, n_threads=1, verbose=False, **given)
+    limits = ServerOptions(**{"name": MODEL, "drain_s": 1} | options)
+    ready = threading.Event()
+    server = Server(create_app(made, limits, metrics), limits, ready.set)
+    bound = bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run_on, args=(bound,), daemon=True)
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    thread.start()
+    try:
+        assert ready.wait(DEADLOCK_S)
+        yield Host(url, made, gate, server)
+        gate.open()
+        assert_nothing_leaked(made)
+    finally:
+        gate.open()
+        server.should_exit = True
+        thread.join(DEADLOCK_S)
+        made.close()
+    assert not thread.is_alive()
