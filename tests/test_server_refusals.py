@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -27,12 +28,18 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    with serving(api_key=KEY, max_body_mib=0.5, body_timeout_s=1) as started:
+    with serving(api_key=KEY, max_body_mib=0.5, body_timeout_s=DEADLOCK_S) as started:
         yield started
 
 
 @pytest.fixture
 def neighbour(host: Host) -> Iterator[None]:
+    with neighbour_of(host):
+        yield
+
+
+@contextlib.contextmanager
+def neighbour_of(host: Host) -> Iterator[None]:
     """A stream that runs during the test, and is what it is alone."""
     n, got = 24, []
     request = {
@@ -164,7 +171,7 @@ def test_wrong_completion(host: Host, wrong: dict, status: int, param: str | Non
         (b"\xff\xfe", "invalid_json"),
         (b"[" * 100_000, None),
         (b'{"model": ' + b"9" * 10_000 + b"}", None),
-        (b"null", "invalid_type"),
+        (b"null", "invalid_type missing_body"),  # releases of FastAPI differ
         (b"[]", "invalid_type"),
         (b'"text"', "invalid_type"),
         (json.dumps({"model": MODEL, "prompt": "a", "temperature": float("nan")}).encode(), "invalid_value"),
@@ -172,7 +179,8 @@ def test_wrong_completion(host: Host, wrong: dict, status: int, param: str | Non
     ],
 )
 def test_bodies_that_are_no_request(host: Host, neighbour: None, body: bytes, code: str | None) -> None:
-    assert error(host.post(TEXT, content=body, headers=headers()), 400)["code"] == code
+    told = error(host.post(TEXT, content=body, headers=headers()), 400)["code"]
+    assert told in code.split() if code else told is None
 
 
 N_WRONG = 10_000
@@ -275,26 +283,24 @@ def test_long_bodies(host: Host, neighbour: None) -> None:
         assert error(answer, 413)["code"] == "body_too_large"
 
 
-def test_slow_clients(host: Host, neighbour: None) -> None:
+def test_slow_clients() -> None:
     """Neither half a request line nor half a body holds a connection for ever, trickling or not."""
-    address = ("127.0.0.1", int(host.url.rpartition(":")[2]))
-    head = (
-        f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
-    )
-    for sent, answer in (
-        (b"", b""),
-        (b"GET / HT", b""),
-        (f"{head}Content-Length: 9\r\n\r\n{{".encode(), b"HTTP/1.1 408"),
-    ):
-        with socket.create_connection(address, DEADLOCK_S) as slow:
-            slow.sendall(sent)
-            trickle = threading.Thread(target=trickling, args=(slow,) if sent.startswith(b"GET") else (None,))
-            trickle.start()
-            got = b""
-            while part := slow.recv(4096):
-                got += part
-            assert got.startswith(answer) and bool(got) == bool(answer)
-        trickle.join()
+    with serving(body_timeout_s=1) as host, neighbour_of(host):
+        address = ("127.0.0.1", int(host.url.rpartition(":")[2]))
+        head = (
+            f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{{"
+        )
+        for sent, answer in ((b"", b""), (b"GET / HT", b""), (head.encode(), b"HTTP/1.1 408")):
+            with socket.create_connection(address, DEADLOCK_S) as slow:
+                slow.sendall(sent)
+                trickle = threading.Thread(target=trickling, args=(slow if sent.startswith(b"GET") else None,))
+                trickle.start()
+                got = b""
+                with contextlib.suppress(ConnectionResetError):  # what trickled in last was not read
+                    while part := slow.recv(4096):
+                        got += part
+                assert got.startswith(answer) and bool(got) == bool(answer)
+            trickle.join()
 
 
 def trickling(slow: socket.socket | None) -> None:
@@ -307,7 +313,7 @@ def trickling(slow: socket.socket | None) -> None:
 
 
 def test_full_queue_and_deadlines() -> None:
-    with serving({"n_parallel": 1, "queue": 1}, timeout_s=0.7) as host:
+    with serving({"n_parallel": 1, "queue": 1}, timeout_s=3) as host:
         client, rest = host.openai(), {"model": MODEL, "prompt": PROMPTS[0], "temperature": 0, "max_tokens": 400}
         host.gate.shut()
         results: list[object] = []
@@ -328,7 +334,7 @@ def test_full_queue_and_deadlines() -> None:
         with pytest.raises(openai.RateLimitError) as refused:
             client.completions.create(**rest)
         assert refused.value.code == "queue_full" and int(refused.value.response.headers["retry-after"]) > 0
-        time.sleep(0.8)  # past timeout_s, which the engine sees when it goes on
+        time.sleep(3)  # past timeout_s, which the engine sees when it goes on
         host.gate.open()
         running.join(DEADLOCK_S)
         waiting.join(DEADLOCK_S)
