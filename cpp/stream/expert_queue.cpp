@@ -110,16 +110,6 @@ int64_t ExpertQueue::rows_taken(int i_worker) const {
     return workers_[size_t(i_worker)].rows_taken;
 }
 
-std::string ExpertQueue::print() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::string text = std::to_string(left_.size()) + " left";
-    for (size_t i = 0; i < workers_.size(); i++) {
-        text += "; worker " + std::to_string(i) + ": " + std::to_string(workers_[i].n_taken) + " experts, " +
-                std::to_string(workers_[i].rows_taken) + " rows" + (workers_[i].is_gone ? ", gone" : "");
-    }
-    return text;
-}
-
 double predict(const std::vector<QueuedExpert> & by_rows, uint64_t n_bytes, const std::vector<DeviceRate> & devices) {
     std::vector<Stage> stages(devices.size(), Stage{0, 0});
     double end = 0;

@@ -43,7 +43,6 @@ public:
     bool is_empty() const;
     int64_t n_taken(int i_worker) const;
     int64_t rows_taken(int i_worker) const;
-    std::string print() const;
 
 private:
     struct Worker {

@@ -378,7 +378,8 @@ RunStatus Streams::run(const MoeLayer & given, const RunOptions & options, Works
     protect_inputs(layer, work);
     const auto experts = ahead_.known(experts_of(layer));
     std::vector<int64_t> rows(size_t(experts->n_expert()), 0);
-    const int64_t per_pass = tokens_per_pass(layer, *experts);
+    const bool is_short = options_.slp == Slp::automatic && layer.ids.n_tokens < min_automatic_tokens;  // the CPU's: no device is asked
+    const int64_t per_pass = is_short ? layer.ids.n_tokens : tokens_per_pass(layer, *experts);
     const bool in_one = per_pass >= layer.ids.n_tokens;
     if (!in_one && x) x->to_host();
     for (int64_t t0 = 0; t0 < layer.ids.n_tokens; t0 += per_pass) {

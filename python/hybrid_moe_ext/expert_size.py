@@ -10,8 +10,7 @@ from pathlib import Path
 import gguf
 
 from .checkpoint import Checkpoint
-from .info import _other_shards as other_shards
-from .info import describe_model, read_gguf_header
+from .info import describe_model, read_gguf_shards
 
 _EXPERT = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.weight$")
 
@@ -56,11 +55,9 @@ def expert_size(path: str, checkpoint: Checkpoint | None, dense_type: str) -> Ex
     described = describe_model(path)
     if not described.n_expert:
         return None
-    first = read_gguf_header(Path(path))
-    shards = [first, *(read_gguf_header(p) for p in other_shards(Path(path), first.fields))]
     matrices = [
         found
-        for shard in shards
+        for shard in read_gguf_shards(Path(path)).values()
         for t in shard.tensors
         if len(t.shape) == 3 and (found := _matrices(t.name, t.type, t.shape[1], t.shape[0])) is not None
     ]

@@ -3,22 +3,18 @@ live through the run and take turns."""
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
-from typing import Any
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from ..errors import OptionError, PluginError
-from ..options import ENV_PREFIX, Options
+from ..options import Options
+from .child import Child
 from .layer import OURS, STOCK
 from .model_file import ModelShape, model_file
 
@@ -34,46 +30,6 @@ class ModelResult:
     test: str  # "pp512", "tg64"
     seconds: float  # median
     tokens_per_s: float
-
-
-class _Child:
-    def __init__(self, path: Path, which: str, n_threads: int, options: Options):
-        self.which = which
-        env = {name: value for name, value in os.environ.items() if name != "GGML_BACKEND_PATH"}
-        env |= {ENV_PREFIX + f.name.upper(): str(getattr(options, f.name)) for f in fields(options)}
-        self._errors = TemporaryFile()  # noqa: SIM115
-        numbers = map(str, (n_threads, N_PROMPT, N_GENERATED))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.model_child", str(path), which, *numbers],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=env,
-        )  # fmt: skip
-
-    def ask(self, command: str) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(command + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            self._process.wait()
-            self._errors.seek(0)
-            reason = self._errors.read().decode("utf-8", "replace").strip().splitlines()[-3:]
-            raise PluginError(f"the host ({self.which}) ended with {self._process.returncode}: {' / '.join(reason)}")
-        told: dict[str, Any] = json.loads(answer)
-        return told
-
-    def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._errors.close()
 
 
 def bench_model(
@@ -98,10 +54,12 @@ def _bench_file(
     path: Path, kind: str, n_threads: int, rounds: int, options: Options, folder: Path
 ) -> Iterator[ModelResult]:
     with ExitStack() as stack:
-        children: dict[str, _Child] = {}
+        children: dict[str, Child] = {}
         for engine, which in (("hybrid-moe", "plugin"), ("llama.cpp", "stock")):
             if which == "plugin" or kind in STOCK:  # stock has no FP8
-                children[engine] = _Child(path, which, n_threads, options)
+                arguments = [path, which, n_threads, N_PROMPT, N_GENERATED]
+                module = f"{__package__}.model_child"
+                children[engine] = Child(module, arguments, options, f"the host ({which})")
                 stack.callback(children[engine].close)
         _check(kind, children, folder)
         seconds: dict[tuple[str, str], list[float]] = {}
@@ -117,12 +75,12 @@ def _bench_file(
         yield ModelResult(kind, engine, f"{test}{n}", median, n / median)
 
 
-def _check(kind: str, children: dict[str, _Child], folder: Path) -> None:
+def _check(kind: str, children: dict[str, Child], folder: Path) -> None:
     """The plug-in runs the layers, stock does not know it, and they agree."""
     logits = {}
     for engine, child in children.items():
         told = child.ask(f"check {folder / engine}.npy")
-        if (told["layers"] > 0) != (child.which == "plugin"):
+        if (told["layers"] > 0) != (engine == "hybrid-moe"):
             raise PluginError(f"{kind}: {engine} ran {told['layers']} layers on the plug-in, which is the wrong host")
         logits[engine] = np.load(folder / f"{engine}.npy").astype(np.float64)
         if not np.isfinite(logits[engine]).all():

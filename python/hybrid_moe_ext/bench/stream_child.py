@@ -7,17 +7,12 @@ input with the seconds per layer of one run."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
-from typing import Any
 
-from ..errors import PluginError
 from ..options import ENV_PREFIX, Options
+from .child import Child
 from .graph import Shape
 
 IDLE_S = 0.1  # teams of threads spin for some milliseconds when their work has ended
@@ -28,57 +23,27 @@ class CpuChain:
     """Used as a context. `options`: those of the streaming process; here nothing streams."""
 
     def __init__(self, arguments: list[object], options: Options):
-        env = {
-            name: value for name, value in os.environ.items() if name not in ("GGML_BACKEND_PATH", "HYBRID_MOE_TRACE")
-        }
-        env |= {ENV_PREFIX + name.upper(): str(getattr(options, name)) for name in Options.names()}
-        env |= {ENV_PREFIX + "SLP": "off", ENV_PREFIX + "DEVICES": "none"}
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, arguments)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=env,
-        )  # fmt: skip
+        here = {ENV_PREFIX + "SLP": "off", ENV_PREFIX + "DEVICES": "none"}
+        without = ("GGML_BACKEND_PATH", "HYBRID_MOE_TRACE")
+        self._child = Child(__name__, arguments, options, "the CPU-only process", here, without)
         try:
-            self._answer()  # it is ready: nothing of it runs while others are timed
+            self._child.answer()  # it is ready: nothing of it runs while others are timed
         except BaseException:
-            self.__exit__()
+            self._child.close()
             raise
         time.sleep(IDLE_S)
 
     def layer_s(self) -> float:
         """Returns when the child is idle again."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write("run\n")
-            self._process.stdin.flush()
-        seconds = float(self._answer()["layer_s"])
+        seconds = float(self._child.ask("run")["layer_s"])
         time.sleep(IDLE_S)
         return seconds
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline()
-        if not answer:
-            self._process.wait()
-            self._errors.seek(0)
-            reason = self._errors.read().decode("utf-8", "replace").strip().splitlines()[-3:]
-            raise PluginError(f"the CPU-only process ended with {self._process.returncode}: {' / '.join(reason)}")
-        told: dict[str, Any] = json.loads(answer)
-        return told
 
     def __enter__(self) -> CpuChain:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._errors.close()
+        self._child.close()
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from ..machine import Copies, copies
 from ..options import Options
 from ..placement import Placement
 from ..streamed import Streamed
+from ..token_text import piece
 from .terminal import last_errors, progress_bar
 
 DEFAULT_CTX = 4096
@@ -274,21 +275,10 @@ def stream(llm: Llama, prompt: list[int], n: int, temp: float, timing: Timing) -
         if C.llama_vocab_is_eog(vocabulary, token):
             timing.ended = True
             break
-        yield decoder.decode(_piece(vocabulary, token))
+        yield decoder.decode(piece(vocabulary, token))
         if len(timing.times) > n:  # asking the generator for more would compute one token too many
             break
     yield decoder.decode(b"", final=True)
-
-
-def _piece(vocabulary: Any, token: int) -> bytes:
-    """The bytes of a token; llama-cpp-python's detokenize() loses those of more than 32 bytes."""
-    size = 64
-    while True:
-        buffer = ctypes.create_string_buffer(size)
-        n = C.llama_token_to_piece(vocabulary, token, buffer, size, 0, False)
-        if n >= 0:
-            return buffer.raw[:n]
-        size = -n
 
 
 def _token_text(llm: Llama, token: int) -> str:

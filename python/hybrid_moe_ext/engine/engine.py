@@ -17,6 +17,7 @@ import numpy as np
 from .. import seam
 from ..errors import OptionError, RequestError
 from ..llama import Llama
+from ..token_text import piece
 from .cache import SequenceCache
 from .context import Context, Memory
 from .decode import DecodeWorker
@@ -28,7 +29,6 @@ from .request import Request, check_prompt
 from .running import Running
 from .sampling import Sampler
 from .stream import Finish, Stream
-from .text import piece
 
 _MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 _UNUSED_CTX = 256  # llama.cpp's least, for a prefill worker that no prompt is long enough for

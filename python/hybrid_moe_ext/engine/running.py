@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp.llama_cpp as C
 
 from ..errors import DeadlinePassed, EngineError
+from ..token_text import piece
 from .cache import Sequence
 from .context import Tokens
 from .metrics import RequestMetrics
 from .request import Request
 from .sampling import Logits, Sampler, log_probabilities
 from .stream import Finish, Stream, Token
-from .text import TextOut, piece
+from .text import TextOut
 
 if TYPE_CHECKING:
     from .mailbox import Job

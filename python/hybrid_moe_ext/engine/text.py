@@ -3,24 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import ctypes
 from collections.abc import Sequence
-from typing import Any
-
-import llama_cpp.llama_cpp as C
-
-
-def piece(vocab: Any, token: int) -> bytes:
-    """The bytes of a token; empty for control tokens."""
-    if C.llama_vocab_type(vocab) == C.LLAMA_VOCAB_TYPE_NONE:
-        return b""
-    size = 64
-    while True:
-        buffer = ctypes.create_string_buffer(size)
-        n = C.llama_token_to_piece(vocab, token, buffer, size, 0, False)
-        if n >= 0:
-            return buffer.raw[:n]
-        size = -n
 
 
 class TextOut:
