@@ -13,16 +13,19 @@ from .engine_figures import Served
 from .engine_load import Arrival
 
 Clock = Callable[[], float]
+Sleep = Callable[[float], Awaitable[None]]
 # Sends one request and fills what it gets back into the Served; the clock tells seconds since the round's start.
 Send = Callable[[Arrival, Served, Clock], Awaitable[None]]
 
 
-def play(load: Sequence[Arrival], send: Send, clock: Clock = time.monotonic) -> list[Served]:
-    """All of it, in the order of `load`. A request that fails has an `error`; the others go on."""
-    return asyncio.run(_play(load, send, clock))
+def play(
+    load: Sequence[Arrival], send: Send, clock: Clock = time.monotonic, sleep: Sleep = asyncio.sleep
+) -> list[Served]:
+    """All of it, by the time when it is due. A request that fails has an `error`; the others go on."""
+    return asyncio.run(_play(load, send, clock, sleep))
 
 
-async def _play(load: Sequence[Arrival], send: Send, clock: Clock) -> list[Served]:
+async def _play(load: Sequence[Arrival], send: Send, clock: Clock, sleep: Sleep) -> list[Served]:
     began = clock()
 
     def now() -> float:
@@ -38,7 +41,7 @@ async def _play(load: Sequence[Arrival], send: Send, clock: Clock) -> list[Serve
     told, tasks = [], []
     for arrival in sorted(load, key=lambda a: a.at_s):
         while (wait := arrival.at_s - now()) > 0:
-            await asyncio.sleep(wait)
+            await sleep(wait)
         told.append(Served(arrival.at_s, n_prompt=len(arrival.tokens)))
         tasks.append(asyncio.ensure_future(one(arrival, told[-1])))
     await asyncio.gather(*tasks)
