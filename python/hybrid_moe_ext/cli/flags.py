@@ -47,7 +47,7 @@ def with_engine_options(without: tuple[str, ...] = ()) -> Callable[[Callable[...
 
         parameters = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "sizes"]
         for f in flags:
-            kind: Any = {"int": int, "float": float}[str(f.type)]
+            kind: Any = {"int": int, "float": float}.get(str(f.type), str)
             names = ("-c", "--ctx") if f.name == "n_ctx" else ()
             option = typer.Option(*names, "--" + f.name.replace("_", "-"), help=f.metadata["help"])
             annotation = Annotated[kind, option]
