@@ -9,14 +9,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..errors import EngineClosed, EngineError
-from .cache import SequenceCache
+from .cache import WORTH_SHARING, SequenceCache
 from .context import Context, NoRoom
+from .exchange import Exchange
 from .mailbox import Job, Mailbox, Piece
 from .metrics import EngineMetrics, StepReport
 from .options import EngineOptions
 from .pace import Pace
 from .running import Running
 from .sampling import GrammarExhausted
+from .store import Store
 
 # Long prompts that hold their place in the decode context: the prefill worker's, and the one that it takes next.
 _MOST_JOBS = 2
@@ -41,6 +43,7 @@ class DecodeWorker:
         cache: SequenceCache,
         vocab: object,
         mail: Mailbox,
+        store: Store,
         options: EngineOptions,
         on_step: Callable[[StepReport], None] | None,
     ):
@@ -55,6 +58,7 @@ class DecodeWorker:
         self._pace = Pace(options.tpot_ms / 1e3, options.ttft_s, options.min_chunk, context.n_batch)
         self._running: list[Running] = []  # in the order in which they were admitted
         self._metrics = EngineMetrics(cells=context.n_ctx)
+        self._exchange = Exchange(context, cache, store, self._moving, options.tpot_ms / 1e3, self._somebody_waits)
 
     def step(self) -> bool:
         """One batch. False: the engine closes."""
@@ -62,11 +66,12 @@ class DecodeWorker:
         installed = self._install()
         self._lend()
         self._admit()
+        self._restore()
         plan = self._plan()
         self._note_state()
         if plan:
             self._compute(plan, installed)
-        else:
+        elif not self._exchange.write_one():
             self._mail.wait_for_news(until=self._next_deadline())
         self._note_state()
         return not self._mail.closing
@@ -93,6 +98,8 @@ class DecodeWorker:
     def _install(self) -> int:
         """Takes a piece of a long prompt, or all there are when nobody waits for a token. Returns their tokens."""
         n = 0
+        if any(r.is_restoring and r.job for r in self._running):  # what comes first comes from the store
+            return n
         while (piece := self._mail.take_piece()) is not None:
             running = piece.job.running
             if piece.error is None:
@@ -106,7 +113,8 @@ class DecodeWorker:
             n += piece.end - piece.begin
             if piece.end == len(piece.job.tokens):
                 running.job = None
-            if any(r.next_token is not None for r in self._running):
+                self._exchange.end(running)
+            if self._somebody_waits():
                 break
         return n
 
@@ -117,6 +125,8 @@ class DecodeWorker:
             if job is None or sequence is None or job.lacks is None or len(job.prefix) >= self._options.pieces_ahead:
                 continue
             begin, end = job.lacks, min(job.lacks + self._options.piece_tokens, job.begin)
+            if end > sequence.n:  # still on its way from the store
+                continue
             self._context.copy(sequence.id, self._moving, begin, end)
             state = self._context.state(self._moving)
             self._context.remove(self._moving)
@@ -133,7 +143,24 @@ class DecodeWorker:
         else:
             self._context.set_state(sequence.id, state)
         sequence.computed(end - begin)
+        self._exchange.keep(job, begin, end, state)
         self._metrics.moved_bytes += len(state)
+
+    def _restore(self) -> None:
+        for running in self._exchange.restore(self._running):
+            if running.job is None or running.sequence is None:
+                self._exchange.end(running)
+            else:  # the prefill worker has to send more
+                self._mail.stop(running.job)
+                self._send(running, running.sequence.n)
+
+    def _send(self, running: Running, begin: int) -> None:
+        running.job = Job(running, running.prompt[:-1], begin, running.lease)
+        self._mail.send(running.job)
+
+    def _somebody_waits(self) -> bool:
+        """For a token, not for the first one."""
+        return any(r.next_token is not None for r in self._running)
 
     def _admit(self) -> None:
         """First come, first served, but for short prompts that pass long ones which wait for the prefill worker."""
@@ -145,10 +172,11 @@ class DecodeWorker:
             if not self._pace.admits(len(self._running), time.monotonic() - running.submitted_at):
                 return
             n_shared = self._cache.shareable(running.prompt)[1]
-            is_long = len(running.prompt) - n_shared >= self._options.prefill_from
+            n_stored = self._exchange.find(running)
+            is_long = len(running.prompt) - max(n_shared, n_stored) >= self._options.prefill_from
             if is_long and sum(r.job is not None for r in self._running) >= _MOST_JOBS:
                 continue
-            share = self._context.memory.goes_in_pieces or not is_long
+            share = self._context.memory.goes_in_pieces or not (is_long or n_stored >= n_shared + WORTH_SHARING)
             sequence = self._cache.open(running.prompt, running.max_tokens, share)
             if sequence is None:  # it is the next to get room: who came later waits
                 return
@@ -156,15 +184,15 @@ class DecodeWorker:
                 self._mail.waiting.remove(running)
                 self._running.append(running)
             running.admitted(sequence, "prefill" if is_long else "decode")
+            begin = self._exchange.begin(running, is_long)
             if is_long:
-                running.job = Job(running, running.prompt[:-1], sequence.n)
-                self._mail.send(running.job)
+                self._send(running, begin)
 
     # --- a batch
 
     def _plan(self) -> Plan:
         plan = Plan([r for r in self._running if r.next_token is not None])
-        prompts = [r for r in self._running if r.next_token is None and r.job is None]
+        prompts = [r for r in self._running if r.next_token is None and r.job is None and not r.is_restoring]
         if prompts:
             left_s = prompts[0].submitted_at + self._options.ttft_s - time.monotonic()
             plan.chunk_limit = self._pace.chunk(len(plan.decoding), sum(r.n_left for r in prompts), left_s)
@@ -195,6 +223,7 @@ class DecodeWorker:
         self._note(plan, installed, seconds)
         for running, place in places:
             self._choose(running, place)
+        self._exchange.after_step(seconds)
 
     def _run_batch(self, plan: Plan) -> list[tuple[Running, int]]:
         """Computes it. Returns whose logits are where."""
@@ -241,6 +270,7 @@ class DecodeWorker:
         if running.job is not None:
             self._mail.stop(running.job)
             running.job = None
+        self._exchange.end(running)
         if running.sequence is not None:
             self._running.remove(running)
             self._cache.close(running.sequence, keep)
@@ -287,6 +317,7 @@ class DecodeWorker:
         m.prefilling_now = sum(r.job is not None for r in self._running)
         m.kept_now, m.kept_bytes_now = len(cache.kept), cache.bytes_kept
         m.cells_now = cache.cells.n - cache.cells.n_free
+        m.store_hits, m.store_tokens = self._exchange.n_hits, self._exchange.n_tokens
 
     def _note(self, plan: Plan, installed: int, seconds: float) -> None:
         m = self._metrics
