@@ -174,7 +174,7 @@ class Exchange:
             return False
         if sequence.n_written is None:
             sequence.n_written = self._store.covers(sequence.history)
-        return sequence.n - sequence.n_written >= (WORTH_SHARING if self._store.in_pieces else 1)
+        return sequence.n_written < sequence.n
 
     def _piece_of(self, sequence: Sequence) -> tuple[int, int]:
         if not self._store.in_pieces:

@@ -180,10 +180,12 @@ class Store:
     def _longest_path(self, tokens: Tokens) -> tuple[Entry, int]:
         last, n = self._path(tokens)
         best, n_best = last, 0
-        for child in last.children.values():  # the last piece, in part
-            n_common = common(child.tokens, tokens[n:])
-            if n_common > n_best:
-                best, n_best = child, n_common
+        rest = tokens[n : n + self.piece_tokens]
+        for child in last.children.values() if len(rest) else ():  # the last piece, in part
+            if child.tokens[0] == rest[0]:
+                n_common = common(child.tokens, rest)
+                if n_common > n_best:
+                    best, n_best = child, n_common
         return best, n + n_best
 
     def _path(self, tokens: Tokens) -> tuple[Entry, int]:
