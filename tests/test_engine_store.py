@@ -192,6 +192,7 @@ KINDS = [
     ("demo", {}),
     ("qwen3-30b", {}),
     ("qwen3-30b", {"n_kept": 8}),
+    ("qwen3-30b", {"dual_batch": "on"}),
     ("gpt-oss-120b", {}),
     ("gpt-oss-120b", {"swa_full": False}),
     ("mamba", {}),
@@ -277,7 +278,7 @@ def test_reading_stalls_nobody(name: str) -> None:
     other = None
 
     def on_step(report: object) -> None:
-        seen.append((e._decode._exchange.n_tokens, other is not None and other.id in report.decoding))
+        seen.append((e._workers[0]._exchange.n_tokens, other is not None and other.id in report.decoding))
         gate(report)
 
     gate = Gate()
@@ -310,13 +311,13 @@ def test_writing_waits_for_its_share_of_the_time() -> None:
         while not done.is_done:
             gate.step()
         gate.step()
-        assert not other.is_done and len(e._decode._cache.kept) == 1 and len(e._store) == 0
+        assert not other.is_done and len(e._workers[0]._cache.kept) == 1 and len(e._store) == 0
         gate.open()
         result(other)
         while e.metrics().store_bytes_now < 4 * 1024:  # on the worker's thread, after the last token
             time.sleep(0.01)
         assert_nothing_leaked(e)
-        assert e._store.covers(e._decode._cache.kept[0].history) == 53
+        assert e._store.covers(e._workers[0]._cache.kept[0].history) == 53
 
 
 def test_no_memory_loses_the_entry_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -346,7 +347,7 @@ def test_a_piece_that_cannot_be_installed_is_computed(monkeypatch: pytest.Monkey
                 n_left[0] -= 1
                 return 1000 if n_left[0] >= 0 else 0
 
-            monkeypatch.setattr(e._decode._cache, "n_empty", n_empty)
+            monkeypatch.setattr(e._workers[0]._cache, "n_empty", n_empty)
             longer = text + prompt(n_more, seed=2)
             r = result(e.submit(greedy(longer, 20)))
             assert r.finish.metrics.n_stored == r.finish.metrics.n_reused == 32
@@ -362,6 +363,7 @@ def test_a_piece_that_cannot_be_installed_is_computed(monkeypatch: pytest.Monkey
         ("qwen3-30b", {"n_ctx": 224, "n_kept": 0, "prefill_from": 30, "prefill_batch": 32, "n_parallel": 3}),
         ("gpt-oss-120b", {"n_ctx": 256, "n_kept": 1, "store_mib": 1}),
         ("gpt-oss-120b", {"swa_full": False}),
+        ("qwen3-30b", {"n_kept": 1, "dual_batch": "on", "store_mib": 0.5}),
         ("mamba", {"n_kept": 0, "store_mib": 0.5}),
     ],
 )

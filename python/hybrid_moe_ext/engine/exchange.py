@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 from ..errors import EngineError
 from .cache import WORTH_SHARING, Sequence, SequenceCache
 from .context import Context, State, Tokens
+from .lanes import Lane
 from .mailbox import Job
+from .options import EngineOptions
 from .running import Running
 from .store import Store
 
@@ -26,29 +27,18 @@ _FIRST_GUESS = 1e-9  # seconds per byte; fresh memory is slower than the copy it
 
 
 class Exchange:
-    """`spare`: a sequence of the context that pieces are cut in. `somebody_waits`: for a token."""
-
-    def __init__(
-        self,
-        context: Context,
-        cache: SequenceCache,
-        store: Store,
-        spare: int,
-        tpot_s: float,
-        somebody_waits: Callable[[], bool],
-    ):
+    def __init__(self, context: Context, cache: SequenceCache, store: Store, lane: Lane, options: EngineOptions):
         self.n_hits = 0
         self.n_tokens = 0  # that came from the store
         self._context = context
         self._cache = cache
         self._store = store
-        self._spare = spare
-        self._most_s = _MOST * tpot_s
-        self._somebody_waits = somebody_waits
+        self._lane = lane
+        self._spare = options.n_parallel + options.n_kept  # the sequence that pieces are cut in
+        self._most_s = _MOST * options.tpot_ms / 1e3
         self._saved_s = 0.0
         self._left_s = self._most_s  # of this step
         self._per_byte = _FIRST_GUESS
-        self._found: dict[int, tuple[int, int]] = {}  # request -> the store's version, tokens
         if store.is_on:
             cache.before_dropping = self._last_chance
 
@@ -58,18 +48,15 @@ class Exchange:
         """Tokens of its prompt that the store has; asked in every step while it waits."""
         if not self._store.is_on:
             return 0
-        version, n = self._found.get(running.id, (-1, 0))
-        if version != self._store.version:
-            version = self._store.version
-            n = self._store.find(running.prompt)
-            self._found[running.id] = version, n
-        return n
+        version = self._store.version
+        if running.n_found[0] != version:
+            running.n_found = version, self._store.find(running.prompt)
+        return running.n_found[1]
 
     def begin(self, running: Running, is_long: bool) -> int:
         """Reserves what the store has, for a sequence that was just let in. Returns the tokens that it will begin with."""
         sequence = running.sequence
         assert sequence is not None
-        self._found.pop(running.id, None)
         lease = self._store.take(running.prompt) if self._store.is_on else None
         if lease is None:
             return sequence.n
@@ -89,12 +76,12 @@ class Exchange:
         running.is_restoring = True
         return lease.n
 
-    def restore(self, running: list[Running]) -> list[Running]:
+    def restore(self) -> list[Running]:
         """Installs pieces. Returns those that must go on with less than was promised."""
         self._left_s = self._most_s
         failed = []
-        for one in running:
-            while one.is_restoring and (self._left_s > 0 or not self._somebody_waits()):
+        for one in tuple(self._lane.running):
+            while one.is_restoring and (self._left_s > 0 or not self._lane.somebody_waits):
                 started = time.monotonic()
                 if not self._restore_piece(one):
                     failed.append(one)
@@ -131,7 +118,6 @@ class Exchange:
 
     def end(self, running: Running) -> None:
         """It wants nothing more of the store."""
-        self._found.pop(running.id, None)
         running.is_restoring = False
         if running.lease is not None:
             running.lease.give_back()
@@ -161,7 +147,7 @@ class Exchange:
     def _last_chance(self, sequence: Sequence) -> None:
         """Its cells are given to others now."""
         while self._is_unwritten(sequence):
-            if self._somebody_waits() and self._expected_s(sequence) > self._left_s:
+            if self._lane.somebody_waits and self._expected_s(sequence) > self._left_s:
                 break
             self._left_s -= self._write_piece(sequence)
 

@@ -28,10 +28,13 @@ class Running:
         self.stream = stream
         self.prompt = prompt
         self.max_tokens = max_tokens
+        self.lane: int | None = None  # the decode worker it is for; None while it waits: whoever has room first
+        self.is_assigned = False
         self.sequence: Sequence | None = None
         self.job: Job | None = None  # while the prefill worker has it
         self.lease: Lease | None = None  # what the store has of its prompt, while somebody needs it
         self.is_restoring = False  # from there into the decode context
+        self.n_found: tuple[int, int] = (-1, 0)  # while it waits: the store's version, tokens that it had
         self.next_token: int | None = None  # chosen, not computed yet
         self.metrics = RequestMetrics(n_prompt=len(prompt))
         self.submitted_at = time.monotonic()
