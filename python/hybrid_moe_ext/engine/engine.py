@@ -185,7 +185,12 @@ class Engine:
         sizes = {"n_batch": o.prefill_batch, "n_ubatch": o.prefill_batch} if o.prefill_batch else {}
         n_threads = {"n_threads": o.threads().alone, "n_threads_batch": o.threads().alone}
 
+        if o.flash_attn != "auto":
+            options = {"flash_attn": o.wants_flash} | options
+
         def adjust(model: Any, params: Any) -> None:
+            if o.wants_flash:
+                params.flash_attn_type = C.LLAMA_FLASH_ATTN_TYPE_AUTO
             params.n_seq_max = N_SEQUENCES
             params.kv_unified = True
             params.n_ctx = self._longest(model) if o.prefill_from < self._longest(model) else _UNUSED_CTX

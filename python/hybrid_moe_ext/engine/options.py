@@ -17,6 +17,11 @@ def _choice(default: str, choices: tuple[str, ...], help: str) -> Any:
     return field(default=default, metadata={"choices": choices, "help": help})
 
 
+# On the CPU llama.cpp's flash attention looks at a sequence's own cells only, its plain attention at those of all sequences, but at
+# each of them about 3 times as fast for a token. Prompts gain by it in any case (a third at 4096 tokens).
+_FLASH_FROM = 4
+
+
 @dataclass(frozen=True)
 class Threads:
     """How the cores are shared. Two teams on the same cores wait for each other's threads at every operation."""
@@ -48,6 +53,11 @@ class EngineOptions:
     n_threads: int = _number(0, 0, "threads of a worker that computes alone; 0: one per core")
     n_threads_decode: int = _number(0, 0, "of these, the decode worker's while both compute; 0: half")
 
+    flash_attn: str = _choice(
+        "auto",
+        ("auto", "on", "off"),
+        "flash attention; auto: where a GPU computes attention, and on the CPU from n_parallel 4 on",
+    )
     dual_batch: str = _choice(
         "auto",
         ("auto", "on", "off"),
@@ -80,6 +90,11 @@ class EngineOptions:
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         if getattr(self, name) not in choices:
             raise OptionError(f"{name}={getattr(self, name)!r} is not possible: choose one of {', '.join(choices)}")
+
+    @property
+    def wants_flash(self) -> bool:
+        """`flash_attn` on a host whose CPU computes attention."""
+        return self.flash_attn == "on" or (self.flash_attn == "auto" and self.n_parallel >= _FLASH_FROM)
 
     def threads(self) -> Threads:
         alone = self.n_threads or default_threads()
