@@ -191,7 +191,7 @@ class Engine:
             options = {"flash_attn": o.wants_flash} | options
 
         def adjust(model: Any, params: Any) -> None:
-            if o.wants_flash:
+            if o.flash_attn == "auto" and o.wants_flash:
                 params.flash_attn_type = C.LLAMA_FLASH_ATTN_TYPE_AUTO
             params.n_seq_max = N_SEQUENCES
             params.kv_unified = True

@@ -20,8 +20,8 @@ def _choice(default: str, choices: tuple[str, ...], help: str) -> Any:
 # On the CPU llama.cpp's flash attention looks at a sequence's own cells only, its plain attention at those of all sequences, but
 # at each of them about 3 times as fast for a single token. Prompts gain by it in any case (a third at 4096 tokens).
 _FLASH_FROM = 4
-# A step's least share of a prompt. llama.cpp's flash attention on the CPU takes up to 63 rows one by one, and more in tiles: a chunk
-# of 16 beside 8 sequences took 428 ms at 1536 tokens, one of 64 took 336.
+# A step's least share of a prompt. llama.cpp's flash attention on the CPU takes up to 63 rows one by one, and more in tiles: a
+# chunk of 16 beside 8 sequences took 428 ms at 1536 tokens, one of 64 took 336.
 _CHUNK, _CHUNK_FLASH = 16, 64
 
 
