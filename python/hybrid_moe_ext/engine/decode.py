@@ -212,7 +212,8 @@ class DecodeWorker:
             place = self._context.add(part, sequence.n, sequence.id, logits=is_last)
             if is_last:
                 places.append((running, place))
-        self._context.decode(self._threads.decode if any(r.job for r in self._running) else self._threads.alone)
+        others_compute = self._mail.n_embedding > 0 or any(r.job for r in self._running)
+        self._context.decode(self._threads.decode if others_compute else self._threads.alone)
         for running, n in [*((r, 1) for r in plan.decoding), *plan.chunks]:
             assert running.sequence is not None
             running.sequence.computed(n)

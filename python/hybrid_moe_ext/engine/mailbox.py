@@ -48,6 +48,7 @@ class Mailbox:
     draining: bool = False
     failure: BaseException | None = None  # of a worker: our bug
     n_decoding: int = 0  # sequences that the decode worker computes; read without waiting for it
+    n_embedding: int = 0  # batches that the embedding worker computes now; likewise
     refused: int = 0
     submitted: int = 0
     _news: bool = False
