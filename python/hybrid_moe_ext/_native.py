@@ -285,8 +285,8 @@ def counters() -> Counters:
 
 
 def allow_streaming(devices: bytes | None, cpu_may_help: bool) -> None:
-    """What long batches of this process may use from now on: of the devices that stream those named, such as b"CUDA0,CUDA1" (None:
-    all), and whether the CPU computes a part. Raises PluginError for a device that nothing streams to."""
+    """What long batches of this process may use from now on: of the devices that stream those named, such as b"CUDA0,CUDA1"
+    (None: all), and whether the CPU computes a part. Raises PluginError for a device that nothing streams to."""
     check(library().hybrid_moe_stream_allow(devices, int(cpu_may_help)))
 
 

@@ -71,7 +71,9 @@ class Placer:
     def __init__(self, gpus: list[Gpu], experts: ExpertSize, options: Options, given: dict[str, Any]):
         """`given`: what the caller of llama_cpp.Llama gave, by name."""
         self._gpus = gpus
-        self._layer_gpus = gpus if options.layer_devices == "auto" else choose_gpus(options.layer_devices, "layer_devices")
+        self._layer_gpus = (
+            gpus if options.layer_devices == "auto" else choose_gpus(options.layer_devices, "layer_devices")
+        )
         self._experts = experts
         self._options = options
         self._given = given
@@ -137,8 +139,8 @@ class Placer:
         if context is None:
             raise OptionError(
                 f"llama.cpp cannot make a context of n_ctx={params.n_ctx} for {params.n_ubatch} tokens per pass with "
-                f"{_layers(self._given.get('n_gpu_layers', -1))} on {_names(self._layer_gpus)}: choose a smaller n_ctx, fewer n_gpu_layers "
-                "or a smaller n_ubatch, or devices=[] to leave the GPUs alone"
+                f"{_layers(self._given.get('n_gpu_layers', -1))} on {_names(self._layer_gpus)}: choose a smaller n_ctx, fewer "
+                "n_gpu_layers or a smaller n_ubatch, or devices=[] to leave the GPUs alone"
             )
         return context
 

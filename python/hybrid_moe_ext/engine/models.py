@@ -86,7 +86,9 @@ class Models:
         for name in _PLACED_BY_CALLER:
             if name in self._given and not (name == "layer_devices" and self._given[name] == "auto"):
                 return f"{name} is given"
-        if not self._given.get("use_mmap", True) and (chosen.experts_memory == "mmap" or not is_checkpoint_dir(self._path)):
+        if not self._given.get("use_mmap", True) and (
+            chosen.experts_memory == "mmap" or not is_checkpoint_dir(self._path)
+        ):
             return "use_mmap=False reads the experts into memory once per model"
         return ""
 

@@ -8,8 +8,8 @@ from .. import _native
 
 
 class Priority:
-    """While a sequence decodes, long prompts stream to `devices` only (None: all that stream) and keep off the CPU; otherwise they
-    may use everything. Called at every step of a decode worker; any thread, one at a time."""
+    """While a sequence decodes, long prompts stream to `devices` only (None: all that stream) and keep off the CPU; otherwise
+    they may use everything. Called at every step of a decode worker; any thread, one at a time."""
 
     def __init__(self, streams: bool, devices: Iterable[str] | None):
         self._streams = streams

@@ -1,4 +1,4 @@
-"""Two GPUs, two models: whether each worker gets layers on a GPU of its own. Decided from headers and free memory; models.py loads."""
+"""Two GPUs, two models: whether each worker gets layers on a GPU of its own. Decided here, loaded by models.py."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def _pair(gpus: Sequence[Gpu], dense_bytes: int | None) -> Split:
     if len(able) < 2:
         return Split(
             why=f"{dense_bytes / 2**30:.1f} GiB, the layers without their experts, fit on {able[0] if able else 'none'} of "
-            f"{', '.join(gpu.name for gpu in same)}"
-            + (" alone" if able else "")
+            f"{', '.join(gpu.name for gpu in same)}" + (" alone" if able else "")
         )
     return Split(able[0], able[-1])
 
