@@ -1,5 +1,5 @@
-"""The engine on two GPUs: who computes what where, what is held once, and contexts that do not agree. On simulated GPUs, in processes
-of their own; agreement in this one, on the CPU."""
+"""The engine on two GPUs: who computes what where, what is held once, and contexts that do not agree. On simulated GPUs, in
+processes of their own; agreement in this one, on the CPU."""
 
 import json
 import os
@@ -211,12 +211,12 @@ def test_other_models_are_named() -> None:
 
 
 def test_values_that_do_not_arrive_are_an_error() -> None:
-    """The state is read without a complaint, but part of it is lost on the way."""
+    """The state is read without a complaint, but part of the values is lost on the way."""
 
     def damage(set_state: Any) -> Any:
         def lossy(seq: int, state: Any) -> None:
             state = state.copy()
-            state[len(state) // 2 :] = 0
+            state[-200:] = 0  # of the last layer's values: a few columns of two tokens
             set_state(seq, state)
 
         return lossy

@@ -14,7 +14,7 @@ from .context import Context
 
 # Of the logits' variance, how far two contexts may be apart that computed one token from the same keys and values. Devices round
 # differently, and a token near a tie may go to another expert: 1e-3 is much. Values that did not arrive give about 1.
-_CLOSE = 0.02
+_CLOSE = 0.01
 _TRIALS = 3  # with different tokens; one that is close is enough
 
 _KV_TYPES = {0: "F32", 1: "F16", 30: "BF16", 8: "Q8_0", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 20: "IQ4_NL"}
