@@ -47,9 +47,10 @@ def with_engine_options(without: tuple[str, ...] = ()) -> Callable[[Callable[...
 
         parameters = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "sizes"]
         for f in flags:
-            kind: Any = {"int": int, "float": float}[str(f.type)]
+            kind: Any = {"int": int, "float": float, "str": str}[str(f.type)]
             names = ("-c", "--ctx") if f.name == "n_ctx" else ()
-            option = typer.Option(*names, "--" + f.name.replace("_", "-"), help=f.metadata["help"])
+            metavar = "|".join(f.metadata.get("choices", ())) or None
+            option = typer.Option(*names, "--" + f.name.replace("_", "-"), metavar=metavar, help=f.metadata["help"])
             annotation = Annotated[kind, option]
             parameters.append(
                 inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=annotation)
