@@ -134,6 +134,8 @@ def _usable(key: str, is_forced: bool) -> Build:
     if is_forced and key not in cache.build_keys():
         raise BuildError(f"there is no build {key} in {cache.cache_folder()} (`hybrid-moe build-llama --list`)")
     build = cache.read_build(key)
+    if build.key != key:
+        raise BuildError(f"{cache.cache_folder() / key}: its record is another build's: {REMEDY}")
     try:
         installed = importlib.metadata.version("llama_cpp_python")
     except importlib.metadata.PackageNotFoundError as error:
