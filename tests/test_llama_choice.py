@@ -159,6 +159,11 @@ def test_a_build_without_the_gpus_of_the_stock_library_is_taken_by_name_only(own
     ):
         choice._usable(own.key, is_forced=False)
     assert choice._usable(own.key, is_forced=True).key == own.key
+    assert "lacks cuda" in choice.why_not(own.key)
+    monkeypatch.setenv("HYBRID_MOE_LLAMA", own.key)
+    assert choice.why_not(own.key) == ""
+    monkeypatch.setenv("HYBRID_MOE_LLAMA", "stock")
+    assert choice.why_not(own.key) == "HYBRID_MOE_LLAMA=stock"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', '{"format": 1, "patches": [{"name": 1}]}'])

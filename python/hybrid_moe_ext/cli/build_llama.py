@@ -95,7 +95,7 @@ def _build(r: _Request) -> None:
         for line in error.log_tail:
             note(f"  {line}")
         raise
-    _report(done, found, is_own=r.patches is None)
+    _report(done, found)
 
 
 @contextlib.contextmanager
@@ -117,14 +117,12 @@ def _tenths() -> Callable[[float], None]:
     return share
 
 
-def _report(done: Build, patches: list[Patch], is_own: bool) -> None:
+def _report(done: Build, patches: list[Patch]) -> None:
     write(f"{done.lib}\n")
     for line in patch_lines(patches):
         note(line)
-    if is_own:
-        note("used from now on; HYBRID_MOE_LLAMA=stock leaves it out")
-    else:
-        note(f"used with HYBRID_MOE_LLAMA={done.key}, as these are not this package's own patches")
+    reason = patched.why_not(done.key)
+    note(f"not used: {reason}" if reason else "used from now on; HYBRID_MOE_LLAMA=stock leaves it out")
 
 
 def _list() -> None:

@@ -53,6 +53,20 @@ def in_use() -> Choice:
     return _choice
 
 
+def why_not(key: str) -> str:
+    """Why a process that is started now would not load this build, or ""."""
+    wanted = os.environ.get(VARIABLE) or AUTO
+    if HOST_VARIABLE in os.environ:
+        return f"{HOST_VARIABLE} names another library"
+    if wanted not in (AUTO, key):
+        return f"{VARIABLE}={wanted}"
+    try:
+        _usable(key, is_forced=wanted == key)
+    except BuildError as error:
+        return str(error)
+    return ""
+
+
 def library_file() -> str:
     """The libllama.so of this process."""
     import llama_cpp.llama_cpp as C

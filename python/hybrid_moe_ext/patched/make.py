@@ -132,7 +132,7 @@ class _Runner:
         self._lock = lock
 
     def __enter__(self) -> _Runner:
-        self._file = self._log.open("w")
+        self._file = self._log.open("w", buffering=1)  # by lines, for `tail -f`
         return self
 
     def __exit__(self, *_: object) -> None:
