@@ -148,6 +148,10 @@ def _count_samplers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     ],
 )
 def test_random_requests(name: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_random_requests(name, options, monkeypatch)
+
+
+def check_random_requests(name: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     samplers = _count_samplers(monkeypatch)
     with engine(name, **options) as e:
         callers = _run_callers(e, range(N_CALLERS))
@@ -160,7 +164,7 @@ def test_random_requests(name: str, options: dict, monkeypatch: pytest.MonkeyPat
                 assert len(tokens) == n
             if stream.finish and n:
                 assert len(tokens) == stream.finish.metrics.n_generated
-        assert reasons["length"] > 100 and reasons["cancelled"] > 10, reasons
+        assert reasons["length"] > N_EACH and reasons["cancelled"] > 10, reasons
         m = e.metrics()
         n_zero = sum(n == 0 for caller in callers for _, n, _, _ in caller.got)
         assert sum(m.finished.values()) == m.submitted == sum(len(caller.got) for caller in callers) - n_zero

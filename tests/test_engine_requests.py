@@ -301,7 +301,7 @@ def test_deadlines() -> None:
         gate.wait_until_held()
         queued = e.submit(greedy(prompt(5), 5, deadline_s=0.0))
         gate.step()
-        e._decode._running[0].deadline = 0  # time passes while the engine is held
+        e._workers[0]._running[0].deadline = 0  # time passes while the engine is held
         gate.open()
         r = result(running)
         assert r.finish.reason == "deadline" and 1 <= len(r.tokens) < 400

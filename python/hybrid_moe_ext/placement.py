@@ -18,7 +18,7 @@ from . import seam
 from ._native import ggml_function
 from .errors import OptionError
 from .expert_size import ExpertSize
-from .gpus import Gpu
+from .gpus import Gpu, find_gpus
 from .loading import BufferOverrides, point
 from .options import Options
 
@@ -260,3 +260,8 @@ def nothing_streams(why: str, model_params: Any, context_params: Any) -> Placeme
         "on" if is_flash else "off",
         why,
     )
+
+
+def attention_on_gpu(placement: Placement) -> bool:
+    """Whether layers lie on a GPU, with experts streamed or not."""
+    return placement.n_gpu_layers != 0 and bool(find_gpus())

@@ -62,7 +62,8 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{bound.getsockname()[1]}"
         ready = f"serving {name} at {address}/v1, {engine.n_ctx} tokens of context; Ctrl-C or SIGTERM ends it"
-        Server(create_app(engine, server_options, metrics), server_options, lambda: note(ready)).run_on(bound)
+        lines = f"{ready}\n{engine.dual_batch}"
+        Server(create_app(engine, server_options, metrics), server_options, lambda: note(lines)).run_on(bound)
 
 
 def _load(model: str, **options: Any) -> Engine:
@@ -112,6 +113,12 @@ def _with_fields(command: Callable[..., None]) -> Callable[..., None]:
 def _flag(f: Field[Any]) -> inspect.Parameter:
     name = _LISTS.get(f.name, f.name)
     kind: Any = list[str] | None if f.name in _LISTS else {"int": int, "float": float}.get(str(f.type), str)
-    option = typer.Option(*_SHORT.get(f.name, ()), "--" + name.replace("_", "-"), help=f.metadata["help"])
+    choices = f.metadata.get("choices", ())
+    option = typer.Option(
+        *_SHORT.get(f.name, ()),
+        "--" + name.replace("_", "-"),
+        metavar="|".join(choices) or None,
+        help=f.metadata["help"],
+    )
     default = None if f.name in _LISTS else f.default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])

@@ -1,4 +1,4 @@
-"""`Engine`: one model, a decode worker and a prefill worker, each on a thread and a llama_context of its own."""
+"""`Engine`: one model, one or two decode workers and a prefill worker, each on a thread and a llama_context of its own."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ import llama_cpp.llama_cpp as C
 import numpy as np
 
 from .. import seam
-from ..errors import OptionError, RequestError
+from ..errors import EngineError, OptionError, RequestError
 from ..llama import Llama
+from ..placement import attention_on_gpu
 from ..token_text import piece
 from .cache import SequenceCache
-from .context import Context, Memory
+from .context import Context, Memory, NoRoom
 from .decode import DecodeWorker
+from .dual import DualBatch, decide, why_single
+from .lanes import Lanes
 from .mailbox import Mailbox
+from .measure import measure
 from .metrics import EngineMetrics, RequestMetrics, StepReport
 from .options import EngineOptions
 from .prefill import N_SEQUENCES, PrefillWorker
@@ -67,7 +71,7 @@ class Engine:
         self._is_closed = False
         self._threads: list[threading.Thread] = []
         self._contexts: list[Context] = []
-        self._decode_ctx: Any = None
+        self._decode_ctxs: list[Any] = []
         self.llama = self._load(model_path, options)
         try:
             self._start(on_step)
@@ -118,7 +122,14 @@ class Engine:
     # --- state
 
     def metrics(self) -> EngineMetrics:
-        m, mail = self._decode.metrics(), self._mail
+        m, mail = self._workers[0].metrics(), self._mail
+        for worker in self._workers[1:]:
+            m = m.plus(worker.metrics())
+        m.lanes_now, m.dual_from_now, m.dual_gain_now = (
+            len(self._workers),
+            self.dual_batch.begins_at,
+            self.dual_batch.best_gain,
+        )
         with mail.changed:
             m.queued_now, m.submitted, m.refused = len(mail.waiting), mail.submitted, mail.refused
         m.prefill_tokens, m.prefill_seconds = self._prefill.n_tokens, self._prefill.seconds
@@ -130,11 +141,15 @@ class Engine:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._mail.changed:
             self._mail.draining = True
-        while self._decode.has_work():
+        while self._has_work():
             if end is not None and time.monotonic() >= end:
                 return False
             time.sleep(0.02)
         return True
+
+    def _has_work(self) -> bool:
+        with self._mail.changed:
+            return bool(self._lanes.n_running or self._mail.waiting)
 
     def close(self) -> None:
         """Ends all streams with EngineClosed and frees the model. May be called again, from any thread but the workers'."""
@@ -187,22 +202,55 @@ class Engine:
         if C.llama_model_has_encoder(model) or C.llama_get_memory(self.llama.ctx) is None:
             raise OptionError(f"{self.llama.model_path}: the engine runs decoder-only models: use Llama for this one")
         self.memory = Memory.of(model, self.llama.context_params)
-        self._decode_ctx = self._new_decode_context(model)
-        prefill, decode = Context(self.llama.ctx, self.memory), Context(self._decode_ctx, self.memory)
-        self._contexts = [prefill, decode]
-        per_seq, per_token = _agree(prefill, decode, o.n_parallel + o.n_kept, o.threads().alone)
+        first = self._new_decode_context(model, o.n_ctx)
+        if first is None:
+            raise OptionError(
+                f"llama.cpp cannot make a second context of n_ctx={o.n_ctx}, n_batch={o.n_batch}: choose a smaller n_ctx, "
+                "prefill_batch or n_batch"
+            )
+        prefill = Context(self.llama.ctx, self.memory)
+        self._contexts = [prefill, Context(first, self.memory)]
+        self.dual_batch = self._choose_lanes(model)
         self._mail = Mailbox(o.queue, o.pieces_ahead)
-        cache = SequenceCache(decode, o.n_parallel, o.n_kept, o.kept_mib * 2**20, per_seq, per_token)
-        self._decode = DecodeWorker(decode, cache, self._vocab, self._mail, o, on_step)
+        decodes = self._contexts[1:]
+        self._lanes = Lanes([context.n_ctx for context in decodes], o.n_parallel, self.dual_batch)
+        self._workers = []
+        for lane, decode in zip(self._lanes.all, decodes, strict=True):
+            per_seq, per_token = _agree(prefill, decode, o.n_parallel + o.n_kept, o.threads().alone)
+            cache = SequenceCache(decode, o.n_parallel, o.n_kept, o.kept_mib * 2**20 / len(decodes), per_seq, per_token)
+            self._workers.append(DecodeWorker(decode, cache, lane, self._lanes, self._vocab, self._mail, o, on_step))
         self._prefill = PrefillWorker(prefill, self._mail, o.piece_tokens, o.threads())
+        names = ["hybrid-moe-decode", "hybrid-moe-decode-2"][: len(decodes)]
         self._threads = [
             threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
-            for worker, name in ((self._decode, "hybrid-moe-decode"), (self._prefill, "hybrid-moe-prefill"))
+            for worker, name in zip((*self._workers, self._prefill), (*names, "hybrid-moe-prefill"), strict=True)
         ]
         for thread in self._threads:
             thread.start()
 
-    def _new_decode_context(self, model: Any) -> Any:
+    def _choose_lanes(self, model: Any) -> DualBatch:
+        """Whether there is a second decode context, which has room for half as many tokens."""
+        o = self.options
+        why = why_single(o, attention_on_gpu(self.llama.placement))
+        if why:
+            return DualBatch(False, why)
+        second = self._new_decode_context(model, max(1, o.n_ctx // 2))
+        if second is None:
+            return DualBatch(False, f"no memory for a second decode context of {o.n_ctx // 2} tokens")
+        self._contexts.append(Context(second, self.memory))
+        if o.dual_batch == "on":
+            return DualBatch(True, "as given")
+        try:
+            chosen = decide(measure(self._contexts[1:], o.n_parallel, o.threads().alone))
+        except (EngineError, NoRoom) as error:
+            chosen = DualBatch(False, f"two contexts at once failed: {error}")
+        if not chosen.is_on:
+            self._contexts.pop().free_batch()
+            C.llama_free(self._decode_ctxs.pop())
+        return chosen
+
+    def _new_decode_context(self, model: Any, n_ctx: int) -> Any:
+        """None: there is no memory for it."""
         o = self.options
         params = C.llama_context_params.from_buffer_copy(self.llama.context_params)
         params.n_seq_max = o.n_parallel + o.n_kept + 1
@@ -211,15 +259,12 @@ class Engine:
                 f"n_parallel + n_kept = {params.n_seq_max - 1}: llama.cpp has {_MAX_SEQUENCES - 1} sequences"
             )
         params.kv_unified = True
-        params.n_ctx = o.n_ctx
-        params.n_batch = params.n_ubatch = min(o.n_batch, o.n_ctx)
+        params.n_ctx = n_ctx
+        params.n_batch = params.n_ubatch = min(o.n_batch, n_ctx)
         params.n_outputs_max = params.n_seq_max
         context = seam.create_stock(model, params)
-        if context is None:
-            raise OptionError(
-                f"llama.cpp cannot make a second context of n_ctx={o.n_ctx}, n_batch={o.n_batch}: choose a smaller n_ctx, "
-                "prefill_batch or n_batch"
-            )
+        if context is not None:
+            self._decode_ctxs.append(context)
         return context
 
     def _work(self, worker: DecodeWorker | PrefillWorker) -> None:
@@ -250,8 +295,8 @@ class Engine:
     def _free(self) -> None:
         for context in self._contexts:
             context.free_batch()
-        if self._decode_ctx is not None:
-            C.llama_free(self._decode_ctx)
+        for ctx in self._decode_ctxs:
+            C.llama_free(ctx)
         self.llama.close()
 
 

@@ -13,6 +13,10 @@ def _number(default: float, least: float, help: str) -> Any:
     return field(default=default, metadata={"least": least, "help": help})
 
 
+def _choice(default: str, choices: tuple[str, ...], help: str) -> Any:
+    return field(default=default, metadata={"choices": choices, "help": help})
+
+
 @dataclass(frozen=True)
 class Threads:
     """How the cores are shared. Two teams on the same cores wait for each other's threads at every operation."""
@@ -43,8 +47,17 @@ class EngineOptions:
     n_threads: int = _number(0, 0, "threads of a worker that computes alone; 0: one per core")
     n_threads_decode: int = _number(0, 0, "of these, the decode worker's while both compute; 0: half")
 
+    dual_batch: str = _choice(
+        "auto",
+        ("auto", "on", "off"),
+        "two batches in alternation, one's attention on a GPU beside the other's experts; auto: where it measured faster",
+    )
+
     def __post_init__(self) -> None:
         for f in fields(self):
+            if "choices" in f.metadata:
+                self._check_choice(f.name, f.metadata["choices"])
+                continue
             value, least = getattr(self, f.name), f.metadata["least"]
             is_number = isinstance(value, int) or (f.type == "float" and isinstance(value, float))
             if not is_number or isinstance(value, bool) or not least <= value < 1e9:
@@ -57,6 +70,15 @@ class EngineOptions:
                 f"n_batch={self.n_batch} is less than n_parallel={self.n_parallel} + min_chunk={self.min_chunk}: a step has a "
                 "token of every sequence and a piece of a prompt"
             )
+        if self.dual_batch == "on" and self.n_parallel < 2:
+            raise OptionError(
+                f"dual_batch='on' with n_parallel={self.n_parallel}: it divides the running sequences between two batches, give "
+                "n_parallel from 2 on"
+            )
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        if getattr(self, name) not in choices:
+            raise OptionError(f"{name}={getattr(self, name)!r} is not possible: choose one of {', '.join(choices)}")
 
     def threads(self) -> Threads:
         alone = self.n_threads or default_threads()

@@ -27,6 +27,8 @@ class Running:
         self.stream = stream
         self.prompt = prompt
         self.max_tokens = max_tokens
+        self.lane: int | None = None  # the decode worker it is for; None while it waits: whoever has room first
+        self.is_assigned = False
         self.sequence: Sequence | None = None
         self.job: Job | None = None  # while the prefill worker has it
         self.next_token: int | None = None  # chosen, not computed yet

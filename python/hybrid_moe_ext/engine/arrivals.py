@@ -1,0 +1,72 @@
+"""What comes to a decode worker from the prefill worker, and the prefixes that it lends it. For the decode worker's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from ..errors import EngineError
+from .context import Context
+from .lanes import Lane
+from .mailbox import Job, Mailbox, Piece
+from .options import EngineOptions
+from .running import Running
+
+
+class Arrivals:
+    def __init__(self, context: Context, lane: Lane, mail: Mailbox, options: EngineOptions):
+        self.moved_bytes = 0
+        self._context = context
+        self._lane = lane
+        self._mail = mail
+        self._options = options
+        self._moving = options.n_parallel + options.n_kept  # the sequence that pieces arrive in
+
+    def install(self, fail: Callable[[Running, EngineError], None]) -> int:
+        """Takes a piece of a long prompt, or all there are when nobody waits for a token. Returns their tokens."""
+        n = 0
+        while (piece := self._mail.take_piece(self._lane.number)) is not None:
+            running = piece.job.running
+            if piece.error is None:
+                try:
+                    self._put(piece.job, piece.begin, piece.end, piece.state)
+                except EngineError as error:
+                    piece = replace(piece, error=error)
+            if piece.error is not None:
+                fail(running, piece.error)
+                continue
+            n += piece.end - piece.begin
+            if piece.end == len(piece.job.tokens):
+                running.job = None
+                if self._mail.waiting:
+                    self._mail.wake()  # a long prompt in another lane may have waited for the prefill worker
+            if any(r.next_token is not None for r in self._lane.running):
+                break
+        return n
+
+    def lend(self) -> None:
+        """Gives the prefill worker a piece of a prefix that only this context has."""
+        for running in self._lane.running:
+            job, sequence = running.job, running.sequence
+            if job is None or sequence is None or job.lacks is None or len(job.prefix) >= self._options.pieces_ahead:
+                continue
+            begin, end = job.lacks, min(job.lacks + self._options.piece_tokens, job.begin)
+            self._context.copy(sequence.id, self._moving, begin, end)
+            state = self._context.state(self._moving)
+            self._context.remove(self._moving)
+            self._mail.lend(Piece(job, begin, end, state))
+            self.moved_bytes += len(state)
+
+    def _put(self, job: Job, begin: int, end: int, state: object) -> None:
+        sequence = job.running.sequence
+        assert sequence is not None and isinstance(state, np.ndarray) and sequence.n == begin
+        if self._context.memory.goes_in_pieces:
+            self._context.set_state(self._moving, state)
+            self._context.copy(self._moving, sequence.id)
+            self._context.remove(self._moving)
+        else:
+            self._context.set_state(sequence.id, state)
+        sequence.computed(end - begin)
+        self.moved_bytes += len(state)
