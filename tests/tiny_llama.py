@@ -3,12 +3,12 @@ one's with a function more. And patches for it."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
 import sys
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import llama_cpp
@@ -91,18 +91,21 @@ class Tiny:
         progress = make.Progress(self.steps.append, self._compiling)
         return make.build(self.recipe(*cmake_args), self.patches, self.sdist, 1, progress)
 
-    def _compiling(self):
-        import contextlib
-
+    def _compiling(self) -> contextlib.nullcontext:
         return contextlib.nullcontext(self.shares.append)
 
 
-@pytest.fixture
-def tiny(tmp_path, monkeypatch) -> Iterator[Tiny]:
+def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Tiny:
+    """With the cache in `folder`, and the tiny archive's hash as the pinned one."""
     if recipe.find_tool("cmake") is None:
         pytest.skip("no cmake on this machine")
-    made = Tiny(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = Tiny(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setattr(source, "SDIST_SHA256", made.sha256)
     monkeypatch.setattr(recipe, "SDIST_SHA256", made.sha256)
-    yield made
+    return made
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch) -> Tiny:
+    return prepare(tmp_path, monkeypatch)
