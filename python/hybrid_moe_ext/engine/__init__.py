@@ -4,7 +4,8 @@
         for token in engine.submit(Request("The licence", max_tokens=32, stop=["\\n"])):
             print(token.text, end="")
 
-Reading order: engine (construction, submit), decode (`step()`), prefill (`step()`), cache (sequences), pace (service levels).
+Reading order: engine (construction, submit), decode (`step()`), prefill (`step()`), cache (sequences), store and exchange
+(prefixes in host memory), pace (service levels).
 """
 
 from .engine import Engine

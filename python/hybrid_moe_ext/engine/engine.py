@@ -32,6 +32,7 @@ from .prefill import N_SEQUENCES, PrefillWorker
 from .request import Request, check_prompt
 from .running import Running
 from .sampling import Sampler
+from .store import Store
 from .stream import Finish, Stream
 
 _MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
@@ -134,6 +135,8 @@ class Engine:
             m.queued_now, m.submitted, m.refused = len(mail.waiting), mail.submitted, mail.refused
         m.prefill_tokens, m.prefill_seconds = self._prefill.n_tokens, self._prefill.seconds
         m.prompt_tokens += m.prefill_tokens
+        m.store_bytes_now, m.store_written_bytes = self._store.n_bytes, self._store.n_bytes_written
+        m.store_evictions = self._store.n_evicted
         return m
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -158,6 +161,7 @@ class Engine:
                 return
             self._is_closed = True
             self.close_threads()
+            self._store.close()
             self._free()
             atexit.unregister(self.close)
 
@@ -214,11 +218,14 @@ class Engine:
         self._mail = Mailbox(o.queue, o.pieces_ahead)
         decodes = self._contexts[1:]
         self._lanes = Lanes([context.n_ctx for context in decodes], o.n_parallel, self.dual_batch)
+        self._store = Store(o.store_mib * 2**20, o.piece_tokens, self.memory.goes_in_pieces)
         self._workers = []
         for lane, decode in zip(self._lanes.all, decodes, strict=True):
             per_seq, per_token = _agree(prefill, decode, o.n_parallel + o.n_kept, o.threads().alone)
             cache = SequenceCache(decode, o.n_parallel, o.n_kept, o.kept_mib * 2**20 / len(decodes), per_seq, per_token)
-            self._workers.append(DecodeWorker(decode, cache, lane, self._lanes, self._vocab, self._mail, o, on_step))
+            self._workers.append(
+                DecodeWorker(decode, cache, lane, self._lanes, self._vocab, self._mail, self._store, o, on_step)
+            )
         self._prefill = PrefillWorker(prefill, self._mail, o.piece_tokens, o.threads())
         names = ["hybrid-moe-decode", "hybrid-moe-decode-2"][: len(decodes)]
         self._threads = [

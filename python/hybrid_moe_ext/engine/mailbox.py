@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from ..errors import EngineBusy, EngineClosed, EngineError
 from .context import State, Tokens
 from .running import Running
+from .store import Lease
 
 
 @dataclass(eq=False)
@@ -21,6 +22,7 @@ class Job:
     lane: int  # the decode worker that the pieces go to
     tokens: Tokens  # without the last one, whose logits the decode worker wants to compute itself
     begin: int  # the decode context has what is before
+    stored: Lease | None = None  # a prefix that the prefill worker can have from the store
     stopped: bool = False
     lacks: int | None = None  # the prefill context wants tokens [lacks, begin) from the decode context
     prefix: deque[Piece] = field(default_factory=deque)  # which come here
