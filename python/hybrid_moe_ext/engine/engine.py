@@ -73,6 +73,7 @@ class Engine:
         self._threads: list[threading.Thread] = []
         self._contexts: list[Context] = []
         self._decode_ctxs: list[Any] = []
+        self.closers: list[Callable[[], None]] = []  # of what else uses the model, called before it goes
         self.llama = self._load(model_path, options)
         try:
             self._start(on_step)
@@ -160,6 +161,8 @@ class Engine:
             if self._is_closed:
                 return
             self._is_closed = True
+            for close in self.closers:
+                close()
             self.close_threads()
             self._store.close()
             self._free()
