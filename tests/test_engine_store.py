@@ -126,6 +126,15 @@ def test_the_longest_unused_goes_first() -> None:
     assert store.find(_then(a, 0)) == 8
 
 
+def test_a_whole_state_gives_way_to_the_one_that_continues_it() -> None:
+    """A conversation that goes on throws out its own past before others' last states."""
+    store = Store(2 * (N_STATE + 40 + 1024), P, False)
+    other, mine = _tokens([1] * 4), _tokens(range(10))
+    for h in (mine[:4], other, mine[:7], mine[:10]):
+        assert _write(store, h)
+    assert len(store) == 2 and store.find(_then(other, 0)) == 4 and store.find(_then(mine, 0)) == 10
+
+
 def test_a_longer_piece_replaces_its_beginning() -> None:
     store = Store(1e9, P, True)
     for n in (2, 3, 4, 3):
