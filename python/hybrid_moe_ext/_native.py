@@ -18,9 +18,11 @@ import llama_cpp.llama_cpp as C
 
 from .errors import OptionError, PluginError
 from .options import ENV_PREFIX, Options, origin
+from .patched import check as check_llama
+from .patched.source import RELEASE
 
 DEVICE = "HybridMoE"
-PINNED_LLAMA_CPP_PYTHON = "0.3.36"
+PINNED_LLAMA_CPP_PYTHON = RELEASE
 
 _lock = threading.Lock()
 # Options that the plug-in reads once, when it is loaded: those it tells back, and those of streaming.
@@ -195,6 +197,7 @@ def register(options: Options | None = None) -> Status:
     when `options` or the environment ask for something unknown, or for kernels other than the loaded ones.
     """
     options = options or Options.resolve()
+    check_llama()
     lib = library()
     _check_isa(options, lib)
     with _lock:

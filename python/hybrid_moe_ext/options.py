@@ -137,10 +137,12 @@ def origin(name: str, value: str) -> str:
     return variable if os.environ.get(variable) == value else name
 
 
-# Variables that are no options of a model: a host newer than tried, another build of the plug-in, counters at exit, a trace.
+# Variables that are no options of a model: a host newer than tried, another build of the plug-in, which llama.cpp this process
+# loads (patched/choice.py), counters at exit, a trace.
 _OTHER_VARIABLES = (
     "HYBRID_MOE_UNTESTED_HOST",
     "HYBRID_MOE_LIBRARY",
+    "HYBRID_MOE_LLAMA",
     "HYBRID_MOE_STATS",
     "HYBRID_MOE_TRACE",
     "HYBRID_MOE_AVX512_RUNNER",

@@ -165,7 +165,8 @@ class DecodeWorker:
             place = self._context.add(part, sequence.n, sequence.id, logits=is_last)
             if is_last:
                 places.append((running, place))
-        self._context.decode(self._threads.decode if self._lanes.n_jobs else self._threads.alone)
+        others_compute = self._lanes.n_jobs or self._mail.n_embedding
+        self._context.decode(self._threads.decode if others_compute else self._threads.alone)
         for running, n in [*((r, 1) for r in plan.decoding), *plan.chunks]:
             assert running.sequence is not None
             running.sequence.computed(n)

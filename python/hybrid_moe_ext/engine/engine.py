@@ -75,6 +75,7 @@ class Engine:
         self._threads: list[threading.Thread] = []
         self._contexts: list[Context] = []
         self._decode_ctxs: list[Any] = []
+        self.closers: list[Callable[[], None]] = []  # of what else uses the model, called before it goes
         self._models = Models(model_path, self.options, options)
         self.llama = self._models.prefill
         self.split_gpus = self._models.split
@@ -165,6 +166,8 @@ class Engine:
             if self._is_closed:
                 return
             self._is_closed = True
+            for close in self.closers:
+                close()
             self.close_threads()
             self._store.close()
             self._free()

@@ -57,6 +57,7 @@ class Mailbox:
     draining: bool = False
     failure: BaseException | None = None  # of a worker: our bug
     n_decoding: int = 0  # sequences that the decode workers compute; read without waiting for them
+    n_embedding: int = 0  # batches that the embedding worker computes now; likewise
     refused: int = 0
     submitted: int = 0
     _n_news: int = 0
