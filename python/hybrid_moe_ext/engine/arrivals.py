@@ -30,7 +30,9 @@ class Arrivals:
         """Takes a piece of a long prompt, or all there are when nobody waits for a token. Returns their tokens."""
         n = 0
         if any(r.is_restoring and r.job for r in self._lane.running):  # what comes first comes from the store
-            return n
+            if self._lane.somebody_waits:
+                return n
+            self.restore()
         while (piece := self._mail.take_piece(self._lane.number)) is not None:
             running = piece.job.running
             if piece.error is None:
