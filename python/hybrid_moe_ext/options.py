@@ -69,6 +69,12 @@ class Options:
         "GPU devices that experts are streamed to, such as CUDA0,CUDA1; auto: all",
         lambda text: bool(text.strip(", ")) and all(name.strip() not in ("auto", "none") for name in text.split(",")),
     )
+    layer_devices: str = _option(
+        "auto",
+        ("auto", "NAME,..."),
+        "GPU devices that layers without their experts lie on; auto: those that experts are streamed to",
+        lambda text: bool(text.strip(", ")) and all(name.strip() not in ("auto", "none") for name in text.split(",")),
+    )
     cpu_help: str = _option(
         "auto", ("auto", "off"), "the CPU computes a part of a streamed layer's experts where that ends it sooner"
     )
