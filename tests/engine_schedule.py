@@ -15,11 +15,13 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from engine_oracle import Stages, stages
-from simgpu.build import _build
+from simgpu.build import build_in
 from tiny_families import tiny, write_model
 
 SIZES = (1, 2, 4, 6)
@@ -101,9 +103,9 @@ def child(library: str, model: str, dual: str) -> None:
     print(json.dumps(told))
 
 
-def run(library: Path, model: Path, dual: str, launch_us: float, experts_us: float) -> dict[str, Any]:
+def run(under: list[str], library: Path, model: Path, dual: str, launch_us: float, experts_us: float) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, __file__, "--child", library, model, dual],
+        [*under, sys.executable, __file__, "--child", library, model, dual],
         env=environment(launch_us, experts_us),
         capture_output=True,
         text=True,
@@ -116,7 +118,7 @@ def run(library: Path, model: Path, dual: str, launch_us: float, experts_us: flo
 # --- the table
 
 
-def table(oracle: Stages, told: dict[str, dict[str, Any]], scale: float) -> list[str]:
+def table(oracle: Stages, told: dict[str, dict[str, float]], scale: float) -> list[str]:
     """Tokens per second as without the scale, and the share of the oracle's that was reached."""
     alone = told["off"]["1"] * scale
     lines = [
@@ -138,19 +140,26 @@ def main() -> None:
     arguments.add_argument("--attention-us", type=float, default=350.0, help="per layer")
     arguments.add_argument("--experts-us", type=float, default=450.0, help="per layer, for one sequence")
     arguments.add_argument("--scale", type=float, default=20.0, help="factor on all times")
+    arguments.add_argument("--rounds", type=int, default=3, help="medians of so many; the settings take turns")
+    arguments.add_argument("--under", default="", help="a command to run each process under, such as 'chrt -f 2'")
     arguments.add_argument("--library", type=Path, help="libggml-simgpu.so; built when it is left out")
     a = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        library = a.library or _build(Path(folder))
+        library = a.library or build_in(Path(folder))
         model = write_model(Path(folder) / "model.gguf", SHAPE)
-        n_ops = run(library, model, "off", 1.0, 100.0)["n_ops"]
-        launch_us = a.attention_us * a.scale * N_LAYERS / n_ops
-        told = {dual: run(library, model, dual, launch_us, a.experts_us * a.scale) for dual in ("off", "on", "auto")}
+        start = partial(run, a.under.split(), library, model)
+        launch_us = a.attention_us * a.scale * N_LAYERS / start("off", 1.0, 100.0)["n_ops"]
+        rounds = [
+            {d: start(d, launch_us, a.experts_us * a.scale) for d in ("off", "on", "auto")} for _ in range(a.rounds)
+        ]
+    told = {dual: {str(n): median(r[dual][str(n)] for r in rounds) for n in SIZES} for dual in rounds[0]}
     oracle = stages(a.attention_us, a.experts_us, N_LAYERS, N_EXPERT, N_USED)
     us = f"attention {a.attention_us:.0f} us, experts {a.experts_us:.0f} us per layer"
     print(f"{us}, {N_LAYERS} layers, times x{a.scale:.0f}", *table(oracle, told, a.scale), sep="\n")
-    started = f"{told['auto']['started_s']:.1f} s to start (off: {told['off']['started_s']:.1f} s)"
-    print(f"auto: {started}; {told['auto']['dual']}")
+    for r in rounds:
+        print(
+            f"{r['auto']['dual']}; {r['auto']['started_s']:.1f} s to start, with one batch {r['off']['started_s']:.1f} s"
+        )
 
 
 if __name__ == "__main__":
