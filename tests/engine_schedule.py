@@ -25,10 +25,10 @@ from simgpu.build import build_in
 from tiny_families import tiny, write_model
 
 SIZES = (1, 2, 4, 6)
-N_LAYERS, N_EXPERT, N_USED = 6, 256, 8
+N_LAYERS, N_USED = 6, 8
 N_TOKENS = 24  # per sequence
 N_WARM = 3  # steps of a lane that are not counted
-SHAPE = replace(tiny("qwen3-30b"), n_layer=N_LAYERS, n_expert=N_EXPERT, n_used=N_USED, n_ff_expert=32)
+SHAPE = replace(tiny("qwen3-30b"), n_layer=N_LAYERS, n_expert=256, n_used=N_USED, n_ff_expert=32)
 EXPERT_BYTES = 3 * SHAPE.n_ff_expert * SHAPE.n_embd * 4
 
 
@@ -139,6 +139,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--attention-us", type=float, default=350.0, help="per layer")
     arguments.add_argument("--experts-us", type=float, default=450.0, help="per layer, for one sequence")
+    arguments.add_argument("--n-expert", type=int, default=SHAPE.n_expert, help=f"of which a token chooses {N_USED}")
     arguments.add_argument("--scale", type=float, default=20.0, help="factor on all times")
     arguments.add_argument("--rounds", type=int, default=3, help="medians of so many; the settings take turns")
     arguments.add_argument("--under", default="", help="a command to run each process under, such as 'chrt -f 2'")
@@ -146,15 +147,15 @@ def main() -> None:
     a = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         library = a.library or build_in(Path(folder))
-        model = write_model(Path(folder) / "model.gguf", SHAPE)
+        model = write_model(Path(folder) / "model.gguf", replace(SHAPE, n_expert=a.n_expert))
         start = partial(run, a.under.split(), library, model)
         launch_us = a.attention_us * a.scale * N_LAYERS / start("off", 1.0, 100.0)["n_ops"]
         rounds = [
             {d: start(d, launch_us, a.experts_us * a.scale) for d in ("off", "on", "auto")} for _ in range(a.rounds)
         ]
     told = {dual: {str(n): median(r[dual][str(n)] for r in rounds) for n in SIZES} for dual in rounds[0]}
-    oracle = stages(a.attention_us, a.experts_us, N_LAYERS, N_EXPERT, N_USED)
-    us = f"attention {a.attention_us:.0f} us, experts {a.experts_us:.0f} us per layer"
+    oracle = stages(a.attention_us, a.experts_us, N_LAYERS, a.n_expert, N_USED)
+    us = f"attention {a.attention_us:.0f} us, experts {a.experts_us:.0f} us per layer, {a.n_expert} experts"
     print(f"{us}, {N_LAYERS} layers, times x{a.scale:.0f}", *table(oracle, told, a.scale), sep="\n")
     for r in rounds:
         print(
