@@ -175,6 +175,8 @@ def assert_nothing_leaked(engine: Engine) -> None:
         assert len(cache._ids) + len(kept) == engine.options.n_parallel + engine.options.n_kept
         held = np.unique(np.concatenate([s.cells for s in cache.kept])) if cache.kept else []
         assert cache.cells.n - cache.cells.n_free == len(held)
+    assert all(entry.n_pins == 0 for entry in engine._store._entries)
+    assert engine._store.n_bytes == sum(entry.n_bytes for entry in engine._store._entries) <= engine._store.limit_bytes
     assert not engine._mail.jobs and not engine._mail.pieces and not engine._mail.waiting
 
 

@@ -103,7 +103,7 @@ def engine_options(r: EngineRequest, name: str, reuse: bool) -> dict[str, Any]:
     """Those of EngineOptions: what all of ours share, and what makes this one."""
     given = dict(r.sizes) | {"n_threads": r.n_threads, "queue": max(r.sizes["queue"], len(r.entries))}
     if not reuse:
-        given["n_kept"] = 0
+        given["n_kept"] = given["store_mib"] = 0
     if name == CHUNKED:
         given["prefill_from"] = given["n_ctx"]
     elif name == WORKER and not given["prefill_from"]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
-from .cache import Sequence, SequenceCache
+from .cache import WORTH_SHARING, Sequence, SequenceCache
 from .context import Memory
+from .exchange import Exchange
 from .lanes import Lane, Lanes
 from .mailbox import Job, Mailbox
 from .options import EngineOptions
@@ -20,10 +21,18 @@ class Admission:
     """For one decode worker's thread. Of several workers one admits at a time, and the others do not wait for it."""
 
     def __init__(
-        self, cache: SequenceCache, memory: Memory, lane: Lane, lanes: Lanes, mail: Mailbox, options: EngineOptions
+        self,
+        cache: SequenceCache,
+        memory: Memory,
+        exchange: Exchange,
+        lane: Lane,
+        lanes: Lanes,
+        mail: Mailbox,
+        options: EngineOptions,
     ):
         self._cache = cache
         self._memory = memory
+        self._exchange = exchange
         self._lane = lane
         self._lanes = lanes
         self._mail = mail
@@ -71,10 +80,11 @@ class Admission:
                 n_assigned += self._free(running)
                 break
             n_shared = self._cache.shareable(running.prompt)[1]
-            is_long = len(running.prompt) - n_shared >= self._options.prefill_from
+            n_stored = self._exchange.find(running)
+            is_long = len(running.prompt) - max(n_shared, n_stored) >= self._options.prefill_from
             if is_long and self._lanes.n_jobs >= _MOST_JOBS:
                 continue  # short ones may pass it
-            share = self._memory.goes_in_pieces or not is_long
+            share = self._memory.goes_in_pieces or not (is_long or n_stored >= n_shared + WORTH_SHARING)
             sequence = self._cache.open(running.prompt, running.max_tokens, share)
             if sequence is None:  # it is the next to get room: who came later waits
                 n_assigned += self._free(running)
@@ -96,6 +106,7 @@ class Admission:
             self._lane.running.append(running)
         running.lane = self._lane.number
         running.admitted(sequence, "prefill" if is_long else "decode")
+        begin = self._exchange.begin(running, is_long)
         if is_long:
-            running.job = Job(running, self._lane.number, running.prompt[:-1], sequence.n)
+            running.job = Job(running, self._lane.number, running.prompt[:-1], begin, running.lease)
             self._mail.send(running.job)

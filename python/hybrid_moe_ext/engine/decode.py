@@ -13,6 +13,7 @@ from .admission import Admission
 from .arrivals import Arrivals
 from .cache import SequenceCache
 from .context import Context, NoRoom
+from .exchange import Exchange
 from .lanes import Lane, Lanes
 from .mailbox import Mailbox
 from .metrics import EngineMetrics, StepReport
@@ -20,6 +21,7 @@ from .options import EngineOptions
 from .pace import Pace
 from .running import Running
 from .sampling import GrammarExhausted
+from .store import Store
 
 
 @dataclass
@@ -45,6 +47,7 @@ class DecodeWorker:
         lanes: Lanes,
         vocab: object,
         mail: Mailbox,
+        store: Store,
         options: EngineOptions,
         on_step: Callable[[StepReport], None] | None,
     ):
@@ -57,8 +60,9 @@ class DecodeWorker:
         self._options = options
         self._on_step = on_step
         self._threads = options.threads()
-        self._admission = Admission(cache, context.memory, lane, lanes, mail, options)
-        self._arrivals = Arrivals(context, lane, mail, options)
+        self._exchange = Exchange(context, cache, store, lane, options)
+        self._admission = Admission(cache, context.memory, self._exchange, lane, lanes, mail, options)
+        self._arrivals = Arrivals(context, self._exchange, lane, mail, options)
         # Alone, and while another lane decodes: its steps take longer then.
         self._paces = [
             Pace(options.tpot_ms / 1e3, options.ttft_s, options.min_chunk, context.n_batch) for _ in range(2)
@@ -74,11 +78,12 @@ class DecodeWorker:
         self._arrivals.lend()
         for running in self._admission.admit(self._pace):
             self._leave(running)
+        self._arrivals.restore()
         plan = self._plan()
         self._note_state()
         if plan:
             self._compute(plan, installed)
-        else:
+        elif not self._exchange.write_one():
             self._seen = self._mail.wait_for_news(self._seen, until=self._next_deadline())
         self._note_state()
         return not self._mail.closing
@@ -108,7 +113,7 @@ class DecodeWorker:
 
     def _plan(self) -> Plan:
         plan = Plan([r for r in self._running if r.next_token is not None])
-        prompts = [r for r in self._running if r.next_token is None and r.job is None]
+        prompts = [r for r in self._running if r.next_token is None and r.job is None and not r.is_restoring]
         if prompts:
             left_s = prompts[0].submitted_at + self._options.ttft_s - time.monotonic()
             plan.chunk_limit = self._pace.chunk(len(plan.decoding), sum(r.n_left for r in prompts), left_s)
@@ -142,6 +147,7 @@ class DecodeWorker:
         self._note(plan, installed, seconds)
         for running, place in places:
             self._choose(running, place)
+        self._exchange.after_step(seconds)
 
     def _run_batch(self, plan: Plan) -> list[tuple[Running, int]]:
         """Computes it. Returns whose logits are where."""
@@ -159,7 +165,8 @@ class DecodeWorker:
             place = self._context.add(part, sequence.n, sequence.id, logits=is_last)
             if is_last:
                 places.append((running, place))
-        self._context.decode(self._threads.decode if self._lanes.n_jobs else self._threads.alone)
+        others_compute = self._lanes.n_jobs or self._mail.n_embedding
+        self._context.decode(self._threads.decode if others_compute else self._threads.alone)
         for running, n in [*((r, 1) for r in plan.decoding), *plan.chunks]:
             assert running.sequence is not None
             running.sequence.computed(n)
@@ -188,6 +195,7 @@ class DecodeWorker:
         if running.job is not None:
             self._mail.stop(running.job)
             running.job = None
+        self._exchange.end(running)
         if running.sequence is not None:
             self._running.remove(running)
             self._cache.close(running.sequence, keep)
@@ -227,12 +235,13 @@ class DecodeWorker:
 
     def _note_state(self) -> None:
         m, cache = self._metrics, self._cache
-        self._mail.n_decoding = self._lanes.n_decoding
+        self._mail.note_decoding(self._lanes)
         m.running_now = len(self._running)
         m.prefilling_now = self._lane.n_jobs
         m.kept_now, m.kept_bytes_now = len(cache.kept), cache.bytes_kept
         m.cells_now = cache.cells.n - cache.cells.n_free
         m.moved_bytes = self._arrivals.moved_bytes
+        m.store_hits, m.store_tokens = self._exchange.n_hits, self._exchange.n_tokens
         if len(self._lanes.all) > 1:
             self._lane.prefixes = tuple(s.history for s in (*cache.live, *cache.kept))
 

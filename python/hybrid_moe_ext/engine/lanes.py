@@ -35,6 +35,11 @@ class Lane:
         """Long prompts that the prefill worker has or gets next."""
         return sum(r.job is not None for r in tuple(self.running))
 
+    @property
+    def somebody_waits(self) -> bool:
+        """For a token that is not the first one."""
+        return any(r.next_token is not None for r in tuple(self.running))
+
     def shared_with(self, prompt: Tokens) -> int:
         return max((common(tokens, prompt) for tokens in self.prefixes), default=0)
 

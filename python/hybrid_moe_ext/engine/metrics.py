@@ -10,6 +10,7 @@ from statistics import median
 class RequestMetrics:
     n_prompt: int = 0
     n_reused: int = 0  # tokens of the prompt that were in memory already
+    n_stored: int = 0  # of these, from the store in host memory; the others were in the decode context
     n_generated: int = 0
     via: str = ""  # "decode": chunked into the decode batch; "prefill": by the prefill worker; "": never computed
     queue_s: float | None = None  # until it was admitted
@@ -56,6 +57,11 @@ class EngineMetrics:
     decode_seconds: float = 0.0  # in llama_decode, decode workers; of two, the sum of both
     prefill_tokens: int = 0  # by the prefill worker
     prefill_seconds: float = 0.0  # in llama_decode, prefill worker
+    store_hits: int = 0  # requests that began with tokens from the store
+    store_tokens: int = 0  # that came from it
+    store_bytes_now: int = 0
+    store_written_bytes: int = 0
+    store_evictions: int = 0  # pieces, or whole sequences, that gave way to others
     moved_bytes: int = 0  # from the prefill to the decode context
     chunk_now: int = 0  # tokens of prompts that the last step might have
     ttft_met: int = 0  # requests within the service levels, and those that missed them

@@ -34,6 +34,7 @@ class EngineOptions:
     n_parallel: int = _number(8, 1, "sequences that are computed at a time")
     n_kept: int = _number(8, 0, "finished sequences whose prefix later prompts can reuse; 0: none")
     kept_mib: float = _number(1024, 0, "memory that finished sequences may hold; it is given up when live ones need it")
+    store_mib: float = _number(4096, 0, "host memory for finished sequences that the context has no cells for; 0: none")
     n_batch: int = _number(512, 8, "most tokens of one decode step")
     min_chunk: int = _number(16, 1, "a prompt gets at least so many tokens per step, whatever tpot_ms says")
     prefill_from: int = _number(2048, 2, "prompts with at least so many new tokens go to the prefill worker")
@@ -51,6 +52,13 @@ class EngineOptions:
         "auto",
         ("auto", "on", "off"),
         "two batches in alternation, one's attention on a GPU beside the other's experts; auto: where it measured faster",
+    )
+
+    split_gpus: str = _choice(
+        "auto",
+        ("auto", "on", "off"),
+        "with two GPUs the model is loaded twice, one for long prompts and one for decode, over one copy of the experts; auto: "
+        "where both have room for the rest of it",
     )
 
     def __post_init__(self) -> None:

@@ -22,12 +22,14 @@ from ..errors import HybridMoeError
 from . import translate
 from .answers import ChatShape, Shape, TextShape
 from .chat import ChatTemplate
+from .embeddings import Embeddings, EmbeddingsAnswer
 from .guard import Guard
 from .metrics import Metrics
 from .options import ServerOptions
 from .replies import ApiError, Json, of_error, on_error, on_http_error, on_invalid
-from .schema import ChatBody, DetokenizeBody, SamplingFields, TextBody, TokenizeBody
+from .schema import ChatBody, DetokenizeBody, EmbeddingsBody, SamplingFields, TextBody, TokenizeBody
 from .serving import StreamedAnswer, WholeAnswer
+from .threads import Threads
 from .tools import ToolText, can_parse
 
 STATIC = Path(__file__).parent / "static"
@@ -44,6 +46,8 @@ class _Server:
         self._options = options
         self._metrics = metrics
         self._template = ChatTemplate(engine)
+        self._threads = Threads()
+        self._embeddings = Embeddings(engine, options, self._threads.check_open)
         self._name = options.name or "model"
         metrics.watch(engine)
 
@@ -54,6 +58,7 @@ class _Server:
         )  # fmt: skip
         app.post("/v1/chat/completions")(self.chat)
         app.post("/v1/completions")(self.complete)
+        app.post("/v1/embeddings")(self.embed)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{name:path}")(self.model)
         app.post("/tokenize")(self.tokenize)
@@ -76,6 +81,7 @@ class _Server:
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         yield
+        await run_in_threadpool(self._threads.close)
         await run_in_threadpool(self._engine.close)
 
     # --- completions
@@ -101,12 +107,17 @@ class _Server:
     ) -> Response:
         self._check_model(body.model)
         # Templates, tokenizing and grammars take a while, so that a thread does them.
-        stream: Stream = await run_in_threadpool(lambda: self._engine.submit(request()))
+        stream: Stream = await self._threads.run(lambda: self._engine.submit(request()))
         shape = make_shape()
         if not body.stream:
             return WholeAnswer(stream, shape, self._metrics.finished)
         include_usage = bool(body.stream_options and body.stream_options.include_usage)
         return StreamedAnswer(stream, shape, self._metrics.finished, include_usage, self._options.ping_s)
+
+    async def embed(self, body: EmbeddingsBody) -> Response:
+        self._check_model(body.model)
+        embedding = await self._threads.run(lambda: self._embeddings.submit(body))
+        return EmbeddingsAnswer(embedding, self._name, body.encoding_format or "float")
 
     def _check_model(self, name: str) -> None:
         if name != self._name:
@@ -137,12 +148,13 @@ class _Server:
         policy = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
         return FileResponse(STATIC / "index.html", headers={"content-security-policy": policy})
 
-    def tokenize(self, body: TokenizeBody) -> Json:
-        tokens = self._engine.tokenize(body.content, None if body.add_special else False, body.parse_special)
+    async def tokenize(self, body: TokenizeBody) -> Json:
+        add_bos = None if body.add_special else False
+        tokens = await self._threads.run(lambda: self._engine.tokenize(body.content, add_bos, body.parse_special))
         return Json({"tokens": tokens})
 
-    def detokenize(self, body: DetokenizeBody) -> Json:
-        data = self._engine.detokenize(body.tokens) if body.tokens else b""
+    async def detokenize(self, body: DetokenizeBody) -> Json:
+        data = await self._threads.run(lambda: self._engine.detokenize(body.tokens)) if body.tokens else b""
         return Json({"content": data.decode("utf-8", "replace")})
 
     # Not in a thread: those may all be busy with long prompts.

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, mo
 MAX_FIELDS = 200
 MAX_STOPS = 16
 MAX_BIASES = 4096
+MAX_TEXTS = 2048  # OpenAI's, of /v1/embeddings
 
 Item = TypeVar("Item")
 
@@ -41,6 +42,27 @@ def _prompt(given: Any) -> Any:
     if isinstance(given, list) and len(given) > 1 and isinstance(given[0], (str, list)):
         raise ValueError("one prompt per request: send a request for each")
     raise ValueError("give a text or a list of token ids")
+
+
+def _texts(given: Any) -> Any:
+    """A text, a list of texts, token ids, or a list of lists of token ids: to a list of texts or of lists of ids."""
+    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
+        given = [given]
+    if not isinstance(given, list) or not given:
+        raise ValueError("give a text, a list of texts, a list of token ids, or a list of such lists, and at least one")
+    if len(given) > MAX_TEXTS:
+        raise ValueError(f"{len(given)} inputs are too many: up to {MAX_TEXTS} go into one request")
+    kind = str if isinstance(given[0], str) else list
+    for i, one in enumerate(given):
+        if not isinstance(one, kind):
+            raise ValueError(
+                f"input {i} is of another kind than the first: give only texts, or only lists of token ids"
+            )
+        if not one:
+            raise ValueError(f"input {i} is empty: leave it out")
+        if kind is list and not all(type(token) is int for token in one):
+            raise ValueError(f"input {i} has what is no token id")
+    return given
 
 
 class _Body(BaseModel):
@@ -142,6 +164,14 @@ class TextBody(SamplingFields):
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+
+
+class EmbeddingsBody(_Body):
+    model: str
+    input: Annotated[list[Any], BeforeValidator(_texts)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+    user: str | None = None  # without an effect
 
 
 class TokenizeBody(_Body):
