@@ -41,6 +41,12 @@ HYBRID_MOE_API int hybrid_moe_pretend_machine(const char * sys_root, const char 
 // What was streamed to which device, and why not: a JSON object (cpp/stream/report.cpp).
 HYBRID_MOE_API const char * hybrid_moe_stream_report(void);
 
+// From now on, keeps in memory when layers of batches with at least so many tokens ran, and what devices did; 0: no more.
+HYBRID_MOE_API void hybrid_moe_record(int64_t min_tokens);
+// What was kept and touches that time (nanoseconds on CLOCK_MONOTONIC), as a JSON array of spans (cpp/stream/recorder.h): whole
+// layers, or (of_layers == 0) copies and computations on devices and the CPU's share of streamed layers.
+HYBRID_MOE_API const char * hybrid_moe_recorded(int of_layers, int64_t begin_ns, int64_t end_ns);
+
 // Expert tables: which bytes of which files stand for a tensor name. A table is used by one load at a time.
 typedef struct hybrid_moe_table hybrid_moe_table;
 

@@ -104,6 +104,8 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "hybrid_moe_choose_experts_memory": (ctypes.c_int, [ctypes.c_char_p]),
     "hybrid_moe_copies": (ctypes.c_char_p, []),
     "hybrid_moe_stream_report": (ctypes.c_char_p, []),
+    "hybrid_moe_record": (None, [ctypes.c_int64]),
+    "hybrid_moe_recorded": (ctypes.c_char_p, [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]),
     "hybrid_moe_table_new": (ctypes.c_void_p, [ctypes.c_int]),
     "hybrid_moe_table_add_file": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p]),
     "hybrid_moe_table_add_tensor": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(ExpertTensorC)]),
