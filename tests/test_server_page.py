@@ -24,7 +24,7 @@ QUESTION = (
     "May I copy and distribute this program, and must I then give its source code to whoever has it from me? " * 3
 )
 DONE, SPEED = "document.getElementById('stop').hidden", "document.getElementById('speed').textContent"
-N_LAYERS = 4  # of the demo model, with experts
+N_LAYERS = 2  # of the demo model, with experts
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_a_key_and_a_device(with_a_device: str, tmp_path: Path) -> None:
         said = bars(page)
         for lane in ("upload", "compute", "result"):
             of_lane = [bar for bar in said if re.match(rf"\S*GPU\S* {lane}, layer \d+", bar)]
-            assert len(of_lane) >= N_LAYERS - 1, (lane, said)
+            assert len(of_lane) >= N_LAYERS, (lane, said)
         assert any(" MB" in bar for bar in said if " upload" in bar)
         assert_clean(page, url)
 

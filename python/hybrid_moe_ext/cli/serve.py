@@ -42,7 +42,7 @@ def serve(
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show llama.cpp's log.")] = False,
 ) -> None:
-    """Serve OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /health, /metrics."""
+    """Serve OpenAI's API: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics; a page at /."""
     require_packages()
     from ..server.app import create_app
     from ..server.metrics import Metrics
