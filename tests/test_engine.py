@@ -196,7 +196,7 @@ def test_the_byte_budget_of_kept_sequences_holds() -> None:
         result(e.submit(greedy(prompt(50, seed=1), 11)))
         per_token = e.metrics().kept_bytes_now / 60
     assert per_token > 0
-    with engine("qwen3-30b", kept_mib=100 * per_token / 2**20) as e:
+    with engine("qwen3-30b", kept_mib=100 * per_token / 2**20, store_mib=0) as e:
         for i in range(4):
             result(e.submit(greedy(prompt(50, seed=i), 11)))
         assert e.drain(DEADLOCK_S)

@@ -126,6 +126,15 @@ def test_the_longest_unused_goes_first() -> None:
     assert store.find(_then(a, 0)) == 8
 
 
+def test_a_whole_state_gives_way_to_the_one_that_continues_it() -> None:
+    """A conversation that goes on throws out its own past before others' last states."""
+    store = Store(2 * (N_STATE + 40 + 1024), P, False)
+    other, mine = _tokens([1] * 4), _tokens(range(10))
+    for h in (mine[:4], other, mine[:7], mine[:10]):
+        assert _write(store, h)
+    assert len(store) == 2 and store.find(_then(other, 0)) == 4 and store.find(_then(mine, 0)) == 10
+
+
 def test_a_longer_piece_replaces_its_beginning() -> None:
     store = Store(1e9, P, True)
     for n in (2, 3, 4, 3):
@@ -318,6 +327,31 @@ def test_writing_waits_for_its_share_of_the_time() -> None:
             time.sleep(0.01)
         assert_nothing_leaked(e)
         assert e._store.covers(e._workers[0]._cache.kept[0].history) == 53
+
+
+@pytest.mark.parametrize(("name", "options"), [("qwen3-30b", {"kept_mib": 0}), ("gpt-oss-120b", {"swa_full": False})])
+def test_what_is_to_be_written_stays_in_cells(name: str, options: dict) -> None:
+    """Nothing may be kept there for its own sake, and there is no time to write while others wait for tokens."""
+    gate = Gate()
+    with engine(name, on_step=gate, tpot_ms=0.001, prefill_from=1000, **options) as e:
+        gate.shut()
+        other = e.submit(greedy(prompt(5, seed=2), 60))
+        gate.wait_until_held()
+        text = prompt(50, seed=1)
+        done = e.submit(greedy(text, 4))
+        while not done.is_done:
+            gate.step()
+        gate.step()
+        assert not other.is_done and len(e._workers[0]._cache.kept) == 1 and len(e._store) == 0
+        gate.open()
+        result(other)
+        while e.metrics().kept_now:
+            time.sleep(0.01)
+        longer = text + result(done).tokens + [7, 8]
+        r = result(e.submit(greedy(longer, 20)))
+        assert r.finish.metrics.n_stored == 53
+        assert_solo(name, longer, r.tokens, is_whole=20)
+        assert_nothing_leaked(e)
 
 
 def test_no_memory_loses_the_entry_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import ROOT
+from hybrid_moe_ext.engine.arrivals import TimeShare
 from hybrid_moe_ext.engine.cache import Cells, common
 from hybrid_moe_ext.engine.context import Memory
 from hybrid_moe_ext.engine.metrics import RequestMetrics
@@ -178,3 +179,17 @@ def test_a_stream_across_threads() -> None:
             failed.next(1)
         told.append(info.value)
     assert told[0] is not told[1]
+
+
+@pytest.mark.parametrize(("step_s", "piece_s", "most"), [(0.05, 0.001, 1.0), (0.01, 0.004, 0.3), (0.001, 0.1, 0.01)])
+def test_arrivals_take_their_share_of_the_time(step_s: float, piece_s: float, most: float) -> None:
+    share, now, n_pieces, in_pieces, began = TimeShare(0.08), 100.0, 0, 0.0, 100.0
+    for _ in range(5000):
+        if share.may_begin(now):
+            share.took(now, now + piece_s)
+            now += piece_s
+            in_pieces += piece_s
+            n_pieces += 1
+        now += step_s
+    assert 0 < n_pieces <= most * 5000 + 1
+    assert in_pieces <= 0.08 * (now - began) + piece_s

@@ -5,6 +5,7 @@
 // Tiles of kind 2 wait for the experts they read, one by one, and for no barrier. All tiles of kind 1 are taken before
 // any of kind 2, so somebody is always working on what a waiting thread waits for.
 #include "moe/moe_layer.h"
+#include "moe/pretend_cpu.h"
 #include "threads/team.h"
 
 #include <algorithm>
@@ -247,6 +248,13 @@ RunStatus run_token_tile(const MoeLayer & layer, int64_t token0, int64_t n_token
         return RunStatus::failed;
     }
     if (only) keep_experts(route, *only);
+    if (const PretendCpu pretend = pretended_cpu()) {
+        MoeLayer tile = layer;
+        tile.ids = ids;
+        tile.y += token0 * layer.y_token_stride;
+        pretend_moe_layer(pretend, tile, route);
+        return RunStatus::ok;
+    }
     if (const char * what = make_layer_ready(layer, route, options)) {
         snprintf(error, 512, "%s", what);
         return RunStatus::failed;

@@ -31,11 +31,17 @@ std::string describe(const DeviceStream & d, int n_failures) {
 std::string Streams::report() {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::string devices, troubles;
+    std::string allowed;
+    for (size_t i = 0; i < devices_.size(); i++) {
+        if (!permit().has_device(i)) continue;
+        if (!allowed.empty()) allowed += ',';
+        allowed += devices_[i]->gpu().name;
+    }
     for (size_t i = 0; i < devices_.size(); i++) devices += (i ? ", " : "") + describe(*devices_[i], n_failures_[i]);
     for (const auto & [kind, sentence] : troubles_) troubles += (troubles.empty() ? "" : ", ") + json_text(sentence);
     return "{\"slp\": " + json_text(options_.slp == Slp::on ? "on" : options_.slp == Slp::off ? "off" : "auto") + field("layers", n_streamed_.load()) +
            field("layers_on_cpu", n_on_cpu_.load()) + field("cpu_experts", n_cpu_experts_.load()) + ", \"plan\": " + json_text(last_plan_) +
-           ", \"rates\": " + json_text(last_rates_) + ", \"devices\": [" + devices + "], \"troubles\": [" + troubles + "]}";
+           ", \"allowed\": " + json_text(allowed) + ", \"cpu_may_help\": " + (permit().has_cpu() ? "true" : "false") + ", \"rates\": " + json_text(last_rates_) + ", \"devices\": [" + devices + "], \"troubles\": [" + troubles + "]}";
 }
 
 }  // namespace hybrid_moe

@@ -62,7 +62,8 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{bound.getsockname()[1]}"
         ready = f"serving {name} at {address}/v1, {engine.n_ctx} tokens of context; Ctrl-C or SIGTERM ends it"
-        lines = f"{ready}\n{engine.dual_batch}"
+        gpus = f"\n{engine.split_gpus}" if engine.llama.placement.devices else ""
+        lines = f"{ready}{gpus}\n{engine.dual_batch}"
         Server(create_app(engine, server_options, metrics), server_options, lambda: note(lines)).run_on(bound)
 
 

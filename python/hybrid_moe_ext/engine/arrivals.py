@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,10 +16,28 @@ from .mailbox import Job, Mailbox, Piece
 from .options import EngineOptions
 from .running import Running
 
+# Of the time in which somebody waits for tokens, what pieces that arrive may take.
+SHARE = 0.08
+
+
+class TimeShare:
+    """Lets something begin so seldom that it takes no more than a share of the time."""
+
+    def __init__(self, share: float):
+        self._share = share
+        self._not_before = 0.0
+
+    def may_begin(self, now: float) -> bool:
+        return now >= self._not_before
+
+    def took(self, began: float, ended: float) -> None:
+        self._not_before = ended + (ended - began) * (1 / self._share - 1)
+
 
 class Arrivals:
     def __init__(self, context: Context, exchange: Exchange, lane: Lane, mail: Mailbox, options: EngineOptions):
         self.moved_bytes = 0
+        self._time = TimeShare(SHARE)
         self._context = context
         self._exchange = exchange
         self._lane = lane
@@ -27,12 +46,15 @@ class Arrivals:
         self._moving = options.n_parallel + options.n_kept  # the sequence that pieces arrive in
 
     def install(self, fail: Callable[[Running, EngineError], None]) -> int:
-        """Takes a piece of a long prompt, or all there are when nobody waits for a token. Returns their tokens."""
+        """Takes a piece of a long prompt, or all there are when nobody waits for a token. Returns their tokens.
+        Pieces that take long are not taken in every step that somebody waits for."""
         n = 0
+        if self._lane.somebody_waits and not self._time.may_begin(time.monotonic()):
+            return n
         if any(r.is_restoring and r.job for r in self._lane.running):  # what comes first comes from the store
             return n
         while (piece := self._mail.take_piece(self._lane.number)) is not None:
-            running = piece.job.running
+            running, began = piece.job.running, time.monotonic()
             if piece.error is None:
                 try:
                     self._put(piece.job, piece.begin, piece.end, piece.state)
@@ -41,6 +63,7 @@ class Arrivals:
             if piece.error is not None:
                 fail(running, piece.error)
                 continue
+            self._time.took(began, time.monotonic())
             n += piece.end - piece.begin
             if piece.end == len(piece.job.tokens):
                 running.job = None

@@ -75,11 +75,13 @@ class SequenceCache:
         self.bytes_kept = 0
         self.bytes_per_seq = bytes_per_seq
         self.bytes_per_token = bytes_per_token
-        self.before_dropping: Callable[[Sequence], None] | None = None  # of a kept one, for lack of room
+        # The store's, about kept sequences: whether it wants one that it has not, and its last chance to get it.
+        self.is_wanted: Callable[[Sequence], bool] = lambda sequence: False
+        self.before_dropping: Callable[[Sequence], None] = lambda sequence: None
         self._context = context
         self._ids = list(range(n_seq + n_kept))
-        self._n_kept = n_kept if context.memory.has_prefixes else 0
-        self._kept_bytes = kept_bytes
+        self._n_kept = n_kept
+        self._kept_bytes = kept_bytes if context.memory.has_prefixes else 0
 
     def shareable(self, prompt: Tokens) -> tuple[Sequence | None, int]:
         """The sequence with the longest usable common prefix. At least one token of a prompt is left to compute."""
@@ -110,7 +112,7 @@ class SequenceCache:
             sequence.computed(n_shared)
             sequence.n_shared = n_shared
         while self.cells.n_free < n_new:
-            self._drop(self.kept[0])
+            self._drop(self._next_to_go())
         sequence.cells = np.concatenate([shared, self.cells.take(n_new)])
         self.live.append(sequence)
         return sequence
@@ -127,8 +129,14 @@ class SequenceCache:
             if not self._context.memory.recurrent and common(other.history, sequence.history) == other.n:
                 self._forget(other)
         self._count_kept()
-        while len(self.kept) > self._n_kept or self.bytes_kept > self._kept_bytes:
-            self._drop(self.kept[0])
+        self.trim()
+
+    def trim(self) -> None:
+        """Drops what is too much. Over the limit of bytes, the store's wishes stay: the cells are nobody's for now."""
+        while len(self.kept) > self._n_kept:
+            self._drop(self._next_to_go())
+        while self.bytes_kept > self._kept_bytes and not self.is_wanted(sequence := self._next_to_go()):
+            self._drop(sequence)
 
     def n_empty(self) -> int:
         """Cells that have no keys and values now, promised or not."""
@@ -147,9 +155,12 @@ class SequenceCache:
             taken[sequence.cells] = True
         self.bytes_kept = int(taken.sum()) * self.bytes_per_token + len(self.kept) * self.bytes_per_seq
 
+    def _next_to_go(self) -> Sequence:
+        """The longest unused one of those that the store has or does not want, else of all."""
+        return next((s for s in self.kept if not self.is_wanted(s)), self.kept[0])
+
     def _drop(self, sequence: Sequence) -> None:
-        if self.before_dropping is not None:
-            self.before_dropping(sequence)
+        self.before_dropping(sequence)
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:

@@ -235,7 +235,7 @@ class DecodeWorker:
 
     def _note_state(self) -> None:
         m, cache = self._metrics, self._cache
-        self._mail.n_decoding = self._lanes.n_decoding
+        self._mail.note_decoding(self._lanes)
         m.running_now = len(self._running)
         m.prefilling_now = self._lane.n_jobs
         m.kept_now, m.kept_bytes_now = len(cache.kept), cache.bytes_kept

@@ -15,10 +15,11 @@ import llama_cpp.llama_cpp as C
 import numpy as np
 
 from .. import seam
+from .._native import put_this_thread_first
 from ..errors import EngineError, OptionError, RequestError
-from ..llama import Llama
 from ..placement import attention_on_gpu
 from ..token_text import piece
+from .agreement import agree
 from .cache import SequenceCache
 from .context import Context, Memory, NoRoom
 from .decode import DecodeWorker
@@ -27,8 +28,10 @@ from .lanes import Lanes
 from .mailbox import Mailbox
 from .measure import measure
 from .metrics import EngineMetrics, RequestMetrics, StepReport
+from .models import Models, with_threads
 from .options import EngineOptions
-from .prefill import N_SEQUENCES, PrefillWorker
+from .prefill import PrefillWorker
+from .priority import Priority
 from .request import Request, check_prompt
 from .running import Running
 from .sampling import Sampler
@@ -36,7 +39,6 @@ from .store import Store
 from .stream import Finish, Stream
 
 _MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
-_UNUSED_CTX = 256  # llama.cpp's least, for a prefill worker that no prompt is long enough for
 # Options of llama_cpp.Llama that mean something else here, and what to give instead.
 _NOT_HERE = {
     "n_ubatch": "give n_batch (decode) and prefill_batch",
@@ -74,7 +76,10 @@ class Engine:
         self._contexts: list[Context] = []
         self._decode_ctxs: list[Any] = []
         self.closers: list[Callable[[], None]] = []  # of what else uses the model, called before it goes
-        self.llama = self._load(model_path, options)
+        self._models = Models(model_path, self.options, options)
+        self.llama = self._models.prefill
+        self.split_gpus = self._models.split
+        self.options = with_threads(self.options, self._models.streams)
         try:
             self._start(on_step)
         except BaseException:
@@ -173,6 +178,7 @@ class Engine:
         self._mail.close()
         for thread in self._threads:
             thread.join()
+        self._priority.end()
 
     def __enter__(self) -> Engine:
         return self
@@ -182,34 +188,16 @@ class Engine:
 
     # --- construction
 
-    def _load(self, model_path: str | os.PathLike[str], options: dict[str, Any]) -> Llama:
-        """The model, with llama_cpp.Llama's own context as the prefill worker's."""
-        o = self.options
-        sizes = {"n_batch": o.prefill_batch, "n_ubatch": o.prefill_batch} if o.prefill_batch else {}
-        n_threads = {"n_threads": o.threads().alone, "n_threads_batch": o.threads().alone}
-
-        def adjust(model: Any, params: Any) -> None:
-            params.n_seq_max = N_SEQUENCES
-            params.kv_unified = True
-            params.n_ctx = self._longest(model) if o.prefill_from < self._longest(model) else _UNUSED_CTX
-            params.n_outputs_max = N_SEQUENCES
-
-        with seam.adjusting_by(adjust):
-            return Llama(model_path, n_ctx=o.n_ctx, **{"verbose": False, **n_threads, **sizes, **options})
-
-    def _longest(self, model: Any) -> int:
-        return min(self.options.n_ctx, C.llama_model_n_ctx_train(model) or self.options.n_ctx)
-
     def _start(self, on_step: Callable[[StepReport], None] | None) -> None:
         o, model = self.options, self.llama.model
-        self.n_ctx = self._longest(model)  # of one sequence
+        self.n_ctx = self._models.longest()  # of one sequence
         self._vocab = C.llama_model_get_vocab(model)
         self.n_vocab = C.llama_vocab_n_tokens(self._vocab)
         self._eog: list[int] | None = None
         if C.llama_model_has_encoder(model) or C.llama_get_memory(self.llama.ctx) is None:
             raise OptionError(f"{self.llama.model_path}: the engine runs decoder-only models: use Llama for this one")
         self.memory = Memory.of(model, self.llama.context_params)
-        first = self._new_decode_context(model, o.n_ctx)
+        first = self._new_decode_context(o.n_ctx)
         if first is None:
             raise OptionError(
                 f"llama.cpp cannot make a second context of n_ctx={o.n_ctx}, n_batch={o.n_batch}: choose a smaller n_ctx, "
@@ -217,14 +205,17 @@ class Engine:
             )
         prefill = Context(self.llama.ctx, self.memory)
         self._contexts = [prefill, Context(first, self.memory)]
-        self.dual_batch = self._choose_lanes(model)
-        self._mail = Mailbox(o.queue, o.pieces_ahead)
+        self.dual_batch = self._choose_lanes()
+        split = self.split_gpus
+        others = [name for name in self.llama.placement.devices if name != split.decode] if split.is_on else None
+        self._priority = Priority(self._models.streams, others)
+        self._mail = Mailbox(o.queue, o.pieces_ahead, self._priority)
         decodes = self._contexts[1:]
         self._lanes = Lanes([context.n_ctx for context in decodes], o.n_parallel, self.dual_batch)
         self._store = Store(o.store_mib * 2**20, o.piece_tokens, self.memory.goes_in_pieces)
         self._workers = []
         for lane, decode in zip(self._lanes.all, decodes, strict=True):
-            per_seq, per_token = _agree(prefill, decode, o.n_parallel + o.n_kept, o.threads().alone)
+            per_seq, per_token = agree(prefill, decode, o.n_parallel + o.n_kept, o.threads().alone)
             cache = SequenceCache(decode, o.n_parallel, o.n_kept, o.kept_mib * 2**20 / len(decodes), per_seq, per_token)
             self._workers.append(
                 DecodeWorker(decode, cache, lane, self._lanes, self._vocab, self._mail, self._store, o, on_step)
@@ -238,13 +229,13 @@ class Engine:
         for thread in self._threads:
             thread.start()
 
-    def _choose_lanes(self, model: Any) -> DualBatch:
+    def _choose_lanes(self) -> DualBatch:
         """Whether there is a second decode context, which has room for half as many tokens."""
         o = self.options
-        why = why_single(o, attention_on_gpu(self.llama.placement))
+        why = why_single(o, attention_on_gpu(self._models.decode.placement))
         if why:
             return DualBatch(False, why)
-        second = self._new_decode_context(model, max(1, o.n_ctx // 2))
+        second = self._new_decode_context(max(1, o.n_ctx // 2))
         if second is None:
             return DualBatch(False, f"no memory for a second decode context of {o.n_ctx // 2} tokens")
         self._contexts.append(Context(second, self.memory))
@@ -259,26 +250,22 @@ class Engine:
             C.llama_free(self._decode_ctxs.pop())
         return chosen
 
-    def _new_decode_context(self, model: Any, n_ctx: int) -> Any:
+    def _new_decode_context(self, n_ctx: int) -> Any:
         """None: there is no memory for it."""
-        o = self.options
-        params = C.llama_context_params.from_buffer_copy(self.llama.context_params)
-        params.n_seq_max = o.n_parallel + o.n_kept + 1
+        params = self._models.decode_params(n_ctx)
         if params.n_seq_max > _MAX_SEQUENCES:
             raise OptionError(
                 f"n_parallel + n_kept = {params.n_seq_max - 1}: llama.cpp has {_MAX_SEQUENCES - 1} sequences"
             )
-        params.kv_unified = True
-        params.n_ctx = n_ctx
-        params.n_batch = params.n_ubatch = min(o.n_batch, n_ctx)
-        params.n_outputs_max = params.n_seq_max
-        context = seam.create_stock(model, params)
+        context = seam.create_stock(self._models.decode.model, params)
         if context is not None:
             self._decode_ctxs.append(context)
         return context
 
     def _work(self, worker: DecodeWorker | PrefillWorker) -> None:
         """A thread's life. An error of ours ends the engine, with every stream told, instead of leaving them to wait."""
+        if worker is not self._prefill:
+            put_this_thread_first()
         try:
             while worker.step():
                 pass
@@ -307,20 +294,4 @@ class Engine:
             context.free_batch()
         for ctx in self._decode_ctxs:
             C.llama_free(ctx)
-        self.llama.close()
-
-
-def _agree(prefill: Context, decode: Context, seq: int, n_threads: int) -> tuple[int, int]:
-    """Moves a sequence of one and of two tokens. Returns the bytes of a sequence and of each token. Raises EngineError."""
-    sizes = []
-    for n in (1, 2):
-        prefill.add([0], n - 1, 0, logits=False)
-        prefill.decode(n_threads)
-        state = prefill.state(0)
-        decode.set_state(seq, state)
-        sizes.append(len(state))
-        assert decode.state_bytes(seq) == len(state)
-    prefill.clear()
-    decode.clear()
-    per_token = sizes[1] - sizes[0]
-    return sizes[0] - per_token, per_token
+        self._models.free()

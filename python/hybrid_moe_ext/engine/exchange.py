@@ -21,7 +21,7 @@ from .running import Running
 from .store import Store
 
 _SHARE = 0.05  # of the time of steps, for writing: with the default tpot_ms, 2.5 ms per step
-_MOST = 0.25  # of tpot_ms: what one step may be held up
+_MOST = 0.5  # of tpot_ms: what one step may be held up; a piece of DeepSeek-V3's, 36 MB, is to fit
 _WEIGHT = 0.2  # of the newest measurement in a running mean
 _FIRST_GUESS = 1e-9  # seconds per byte; fresh memory is slower than the copy itself
 
@@ -40,7 +40,7 @@ class Exchange:
         self._left_s = self._most_s  # of this step
         self._per_byte = _FIRST_GUESS
         if store.is_on:
-            cache.before_dropping = self._last_chance
+            cache.is_wanted, cache.before_dropping = self._is_unwritten, self._last_chance
 
     # --- reading
 
@@ -136,12 +136,14 @@ class Exchange:
         self._saved_s = min(self._saved_s + _SHARE * seconds, self._most_s)
         while (sequence := self._next_unwritten()) is not None and self._expected_s(sequence) <= self._saved_s:
             self._saved_s -= self._write_piece(sequence)
+            self._cache.trim()
 
     def write_one(self) -> bool:
         """While nobody waits. False: there is nothing to write."""
         sequence = self._next_unwritten()
         if sequence is not None:
             self._write_piece(sequence)
+            self._cache.trim()
         return sequence is not None
 
     def _last_chance(self, sequence: Sequence) -> None:

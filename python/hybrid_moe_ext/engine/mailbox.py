@@ -7,11 +7,16 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..errors import EngineBusy, EngineClosed, EngineError
 from .context import State, Tokens
+from .priority import Priority
 from .running import Running
 from .store import Lease
+
+if TYPE_CHECKING:
+    from .lanes import Lanes
 
 
 @dataclass(eq=False)
@@ -43,6 +48,7 @@ class Piece:
 class Mailbox:
     queue_limit: int
     pieces_limit: int
+    priority: Priority | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
     waiting: deque[Running] = field(default_factory=deque)
     jobs: deque[Job] = field(default_factory=deque)
@@ -55,6 +61,7 @@ class Mailbox:
     refused: int = 0
     submitted: int = 0
     _n_news: int = 0
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def submit(self, running: Running) -> None:
         with self.changed:
@@ -89,6 +96,13 @@ class Mailbox:
         self.changed.notify_all()
 
     # --- the decode workers'
+
+    def note_decoding(self, lanes: Lanes) -> None:
+        """How many sequences decode now, which decides what long prompts may use."""
+        with self._counting:
+            self.n_decoding = lanes.n_decoding
+            if self.priority is not None:
+                self.priority.decoding(self.n_decoding)
 
     def wait_for_news(self, seen: int, until: float | None) -> int:
         """Until something happened since `seen`, or a moment of time.monotonic(). Returns what to give the next time."""

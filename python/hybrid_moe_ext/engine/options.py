@@ -54,6 +54,13 @@ class EngineOptions:
         "two batches in alternation, one's attention on a GPU beside the other's experts; auto: where it measured faster",
     )
 
+    split_gpus: str = _choice(
+        "auto",
+        ("auto", "on", "off"),
+        "with two GPUs the model is loaded twice, one for long prompts and one for decode, over one copy of the experts; auto: "
+        "where both have room for the rest of it",
+    )
+
     def __post_init__(self) -> None:
         for f in fields(self):
             if "choices" in f.metadata:

@@ -147,6 +147,8 @@ class Store:
             # The key's own bytes are the tokens: not kept twice.
             held = np.frombuffer(key, np.int32) if self.in_pieces else part.copy()
             entry = Entry(key, held, state, parent)
+            if not self.in_pieces:
+                self._demote(part)
             if not self._make_room(entry.n_bytes, parent):
                 return False
             parent.children[key] = entry
@@ -251,6 +253,13 @@ class Store:
             self._lengths[len(entry.tokens)] -= 1
             if not self._lengths[len(entry.tokens)]:
                 del self._lengths[len(entry.tokens)]
+
+    def _demote(self, tokens: Tokens) -> None:
+        """A conversation that has gone on is hardly continued from where it was before: that state, all of it held once more
+        in the new one, is the next to go."""
+        before, n = self._longest_whole(tokens[:-1])
+        if n:
+            self._entries.move_to_end(before, last=False)
 
     def _use(self, last: Entry) -> None:
         for entry in last.up():
