@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
+from .._native import load_named_backend
 from ..engine import Engine, EngineOptions
-from ..errors import HybridMoeError, OptionError
+from ..errors import HybridMoeError, OptionError, PluginError
 from ..server import ServerOptions, require_packages
 from .terminal import last_errors, note, progress_bar, set_log
 
@@ -68,6 +69,8 @@ def serve(
 
 
 def _load(model: str, **options: Any) -> Engine:
+    if other := load_named_backend():
+        raise PluginError(f"GGML_BACKEND_PATH={other} cannot be loaded ({last_errors()}): unset it or correct it")
     with progress_bar("loading") as progress:
         try:
             return Engine(model, progress=progress, **options)
