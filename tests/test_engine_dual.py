@@ -192,7 +192,7 @@ def test_without_memory_for_a_second_context_there_is_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         engine_module.Engine,
         "_new_decode_context",
-        lambda self, model, n_ctx: real(self, model, n_ctx) if n_ctx == 512 else None,
+        lambda self, n_ctx: real(self, n_ctx) if n_ctx == 512 else None,
     )
     with engine("qwen3-30b", dual_batch="on") as e:
         assert len(e._workers) == 1

@@ -131,11 +131,23 @@ def test_admission_waits_for_the_service_level() -> None:
     pace = Pace(0.05, 30, 8, 512)
     pace.learn(1, 0, 0.03)
     pace.learn(2, 0, 0.08)
+    assert pace.admits(1, 0)  # the first step may have been disturbed
+    for _ in range(2):
+        pace.learn(2, 0, 0.08)
     assert pace.admits(0, 0) and not pace.admits(1, 0)
     assert pace.admits(2, 0)  # three were never measured
     assert pace.admits(1, 30)  # waited too long already
     for _ in range(20):
         pace.learn(2, 0, 0.04)
+    assert pace.admits(1, 0)
+
+
+def test_nobody_waits_for_a_level_that_cannot_be_had() -> None:
+    """On a slow machine all came one after the other, each after ttft_s."""
+    pace = Pace(0.05, 30, 8, 512)
+    for _ in range(5):
+        pace.learn(1, 0, 0.06)
+        pace.learn(2, 0, 0.08)
     assert pace.admits(1, 0)
 
 

@@ -13,6 +13,7 @@ from .admission import Admission
 from .arrivals import Arrivals
 from .cache import SequenceCache
 from .context import Context, NoRoom
+from .cores import Cores
 from .exchange import Exchange
 from .lanes import Lane, Lanes
 from .mailbox import Mailbox
@@ -49,6 +50,7 @@ class DecodeWorker:
         mail: Mailbox,
         store: Store,
         options: EngineOptions,
+        cores: Cores,
         on_step: Callable[[StepReport], None] | None,
     ):
         self._context = context
@@ -59,7 +61,7 @@ class DecodeWorker:
         self._mail = mail
         self._options = options
         self._on_step = on_step
-        self._threads = options.threads()
+        self._cores = cores
         self._exchange = Exchange(context, cache, store, lane, options)
         self._admission = Admission(cache, context.memory, self._exchange, lane, lanes, mail, options)
         self._arrivals = Arrivals(context, self._exchange, lane, mail, options)
@@ -142,6 +144,8 @@ class DecodeWorker:
                 self._fail(running, reason)
             return
         seconds = time.monotonic() - started
+        if self._lanes.n_jobs:
+            self._cores.step(len(plan.decoding), seconds)
         pace.learn(len(plan.decoding), sum(n for _, n in plan.chunks), seconds)
         self._metrics.dual_steps += is_beside
         self._note(plan, installed, seconds)
@@ -166,7 +170,7 @@ class DecodeWorker:
             if is_last:
                 places.append((running, place))
         others_compute = self._lanes.n_jobs or self._mail.n_embedding
-        self._context.decode(self._threads.decode if others_compute else self._threads.alone)
+        self._context.decode(self._cores.decode if others_compute else self._cores.alone)
         for running, n in [*((r, 1) for r in plan.decoding), *plan.chunks]:
             assert running.sequence is not None
             running.sequence.computed(n)

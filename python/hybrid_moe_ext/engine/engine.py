@@ -22,6 +22,7 @@ from ..token_text import piece
 from .agreement import agree
 from .cache import SequenceCache
 from .context import Context, Memory, NoRoom
+from .cores import Cores
 from .decode import DecodeWorker
 from .dual import DualBatch, decide, why_single
 from .lanes import Lanes
@@ -79,7 +80,9 @@ class Engine:
         self._models = Models(model_path, self.options, options)
         self.llama = self._models.prefill
         self.split_gpus = self._models.split
-        self.options = with_threads(self.options, self._models.streams)
+        self.options = with_threads(self.options, self._models.streams).resolved(
+            attention_on_gpu(self._models.decode.placement)
+        )
         try:
             self._start(on_step)
         except BaseException:
@@ -213,14 +216,17 @@ class Engine:
         decodes = self._contexts[1:]
         self._lanes = Lanes([context.n_ctx for context in decodes], o.n_parallel, self.dual_batch)
         self._store = Store(o.store_mib * 2**20, o.piece_tokens, self.memory.goes_in_pieces)
+        self.cores = Cores(o.threads(), o.tpot_ms / 1e3, is_given=o.n_threads_decode > 0)
         self._workers = []
         for lane, decode in zip(self._lanes.all, decodes, strict=True):
             per_seq, per_token = agree(prefill, decode, o.n_parallel + o.n_kept, o.threads().alone)
             cache = SequenceCache(decode, o.n_parallel, o.n_kept, o.kept_mib * 2**20 / len(decodes), per_seq, per_token)
             self._workers.append(
-                DecodeWorker(decode, cache, lane, self._lanes, self._vocab, self._mail, self._store, o, on_step)
+                DecodeWorker(
+                    decode, cache, lane, self._lanes, self._vocab, self._mail, self._store, o, self.cores, on_step
+                )
             )
-        self._prefill = PrefillWorker(prefill, self._mail, o.piece_tokens, o.threads())
+        self._prefill = PrefillWorker(prefill, self._mail, o.piece_tokens, self.cores)
         names = ["hybrid-moe-decode", "hybrid-moe-decode-2"][: len(decodes)]
         self._threads = [
             threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)

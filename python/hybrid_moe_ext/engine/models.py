@@ -107,6 +107,8 @@ class Models:
         sizes = {"n_batch": o.prefill_batch, "n_ubatch": o.prefill_batch} if o.prefill_batch else {}
 
         def adjust(model: Any, params: Any) -> None:
+            if o.flash_attn == "auto" and o.wants_flash:
+                params.flash_attn_type = C.LLAMA_FLASH_ATTN_TYPE_AUTO
             params.n_seq_max = N_SEQUENCES
             params.kv_unified = True
             longest = self.longest(model)
@@ -146,6 +148,8 @@ class Models:
     def _common(self, i_load: int) -> dict[str, Any]:
         n = self._options.threads().alone
         common = {"verbose": False, "n_threads": n, "n_threads_batch": n, **self._given, "n_ctx": self._options.n_ctx}
+        if self._options.flash_attn != "auto":
+            common["flash_attn"] = self._options.wants_flash
         report: Callable[[float], None] | None = common.get("progress")
         if report is not None and self.split.is_on:
             common["progress"] = lambda share: report((i_load + share) / 2)

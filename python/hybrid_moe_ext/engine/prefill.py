@@ -7,8 +7,8 @@ import time
 from ..errors import EngineError
 from .cache import common
 from .context import NO_TOKENS, Context, NoRoom
+from .cores import Cores
 from .mailbox import Job, Mailbox, Piece
-from .options import Threads
 from .store import Lease
 
 _MAIN, _PIECE = 0, 1  # sequences: the prompt, and what is being copied of it
@@ -16,13 +16,13 @@ N_SEQUENCES = 2
 
 
 class PrefillWorker:
-    def __init__(self, context: Context, mail: Mailbox, piece_tokens: int, threads: Threads):
+    def __init__(self, context: Context, mail: Mailbox, piece_tokens: int, cores: Cores):
         self.n_tokens = 0
         self.seconds = 0.0
         self._context = context
         self._mail = mail
         self._piece_tokens = piece_tokens
-        self._threads = threads
+        self._cores = cores
         self._has = NO_TOKENS  # what the context holds, kept for the next prompt
         self._job: Job | None = None
         self._n_sent = 0
@@ -108,9 +108,15 @@ class PrefillWorker:
         begin = len(self._has)
         end = min(begin + self._context.n_batch, len(job.tokens))
         self._context.add(job.tokens[begin:end], begin, _MAIN, logits=False)
+        is_beside = self._mail.n_decoding > 0
+        if is_beside:
+            self._cores.begin_pass()
         started = time.monotonic()
-        self._context.decode(self._threads.prefill if self._mail.n_decoding else self._threads.alone)
-        self.seconds += time.monotonic() - started
+        self._context.decode(self._cores.prefill if is_beside else self._cores.alone)
+        seconds = time.monotonic() - started
+        if is_beside:
+            self._cores.end_pass(end - begin, seconds)
+        self.seconds += seconds
         self.n_tokens += end - begin
         self._has = job.tokens[:end]
 
