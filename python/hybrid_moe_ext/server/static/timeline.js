@@ -1,7 +1,7 @@
 // The last prefill's layers as an SVG: a lane per device and kind of work, a bar per span, a colour per layer in turn.
 "use strict";
 
-const SVG = "http://www.w3.org/2000/svg";
+const SVG = document.getElementById("timeline").namespaceURI;
 const WIDTH = 900, LANE = 20, GAP = 6, LEFT = 140, TOP = 8;
 
 function drawn(name, attributes, text) {
