@@ -393,7 +393,7 @@ def test_a_piece_that_cannot_be_installed_is_computed(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("qwen3-30b", {"n_ctx": 256, "n_kept": 2, "piece_tokens": 7, "pieces_ahead": 1, "store_mib": 0.25}),
+        ("qwen3-30b", {"n_ctx": 256, "n_kept": 2, "piece_tokens": 7, "pieces_ahead": 1, "store_mib": 0.5}),
         ("qwen3-30b", {"n_ctx": 224, "n_kept": 0, "prefill_from": 30, "prefill_batch": 32, "n_parallel": 3}),
         ("gpt-oss-120b", {"n_ctx": 256, "n_kept": 1, "store_mib": 1}),
         ("gpt-oss-120b", {"swa_full": False}),

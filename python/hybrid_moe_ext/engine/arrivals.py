@@ -52,7 +52,9 @@ class Arrivals:
         if self._lane.somebody_waits and not self._time.may_begin(time.monotonic()):
             return n
         if any(r.is_restoring and r.job for r in self._lane.running):  # what comes first comes from the store
-            return n
+            if self._lane.somebody_waits:
+                return n
+            self.restore()
         while (piece := self._mail.take_piece(self._lane.number)) is not None:
             running, began = piece.job.running, time.monotonic()
             if piece.error is None:
