@@ -21,7 +21,7 @@ def _running(prompt: list[int], max_tokens: int = 4, job: object = None) -> Runn
 
 def _assign(lanes: Lanes, prompt: list[int] = [1], n_waiting: int = 1, max_tokens: int = 4) -> int:  # noqa: B006
     running = _running(prompt, max_tokens)
-    lanes.assign(running, n_waiting)
+    lanes.assign(running, [running, *(_running([1]) for _ in range(n_waiting - 1))])
     assert running.is_assigned
     return running.lane
 
@@ -73,6 +73,14 @@ def test_what_needs_no_measurement() -> None:
 def test_sequences_are_balanced() -> None:
     assert _assign(_lanes(0, 0), n_waiting=4) == 0
     assert _assign(_lanes(1, 0)) == 1 and _assign(_lanes(1, 2)) == 0 and _assign(_lanes(2, 2)) == 0
+
+
+def test_who_waits_in_a_lane_counts_there() -> None:
+    """Six at once, of which none is let in yet."""
+    lanes, waiting = _lanes(0, 0), [_running([1]) for _ in range(6)]
+    for running in waiting:
+        lanes.assign(running, waiting)
+    assert [running.lane for running in waiting] == [0, 1, 0, 1, 0, 1]
 
 
 def test_few_sequences_are_one_batch() -> None:

@@ -14,6 +14,7 @@ import llama_cpp.llama_cpp as C
 import pytest
 
 import engine_solo
+import engine_two_gpus
 import models
 import tiny_families
 from hybrid_moe_ext import Llama, seam
@@ -86,6 +87,17 @@ def test_experts_are_held_once(simgpu: Path, tmp_path: Path) -> None:
     for memory in ("mmap", "copy", "pinned"):
         more_kib = seen[memory]["on"]["anonymous_kib"] - seen[memory]["off"]["anonymous_kib"]
         assert more_kib < seen["expert_kib"] / 3, "the second model has experts of its own"
+
+
+def test_the_benchmark_by_hand_works(simgpu: Path, tmp_path: Path) -> None:
+    """On a small model; what it times is not looked at. The last layer computes no tokens of a prompt that is only kept."""
+    seen = engine_two_gpus.run(
+        str(simgpu), "two", engine_two_gpus.Size(n_tokens=4096, n_layer=3, n_expert=16), str(tmp_path)
+    )
+    assert seen["via"] == "prefill" and seen["handed_over"] >= 4095 and seen["split"].startswith("prefill on SimGPU0")
+    assert seen["devices"] == {"SimGPU0": 2 * 16} and seen["cpu_experts"] == 0
+    assert seen["stage_us"]["gpu"] > 0 and seen["stage_us"]["cpu"] > 0
+    assert engine_two_gpus.summary(seen)["n_beside"] > 0
 
 
 # --- whether there are two

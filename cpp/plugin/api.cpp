@@ -9,6 +9,7 @@
 #include "plugin/device.h"
 #include "plugin/host.h"
 #include "plugin/settings.h"
+#include "stream/recorder.h"
 #include "stream/streams.h"
 #include "threads/measure_team.h"
 #include "threads/team.h"
@@ -139,6 +140,14 @@ int hybrid_moe_choose_experts_memory(const char * name) {
 const char * hybrid_moe_stream_report(void) {
     static thread_local std::string text;
     text = Streams::get().report();
+    return text.c_str();
+}
+
+void hybrid_moe_record(int64_t min_tokens) { record_from(min_tokens < 0 ? 0 : min_tokens); }
+
+const char * hybrid_moe_recorded(int of_layers, int64_t begin_ns, int64_t end_ns) {
+    thread_local std::string text;
+    text = recorded(of_layers != 0, begin_ns, end_ns);
     return text.c_str();
 }
 

@@ -41,6 +41,11 @@ HYBRID_MOE_API int hybrid_moe_pretend_machine(const char * sys_root, const char 
 // What was streamed to which device, and why not: a JSON object (cpp/stream/report.cpp).
 HYBRID_MOE_API const char * hybrid_moe_stream_report(void);
 
+// From now on, keeps in memory when layers of batches with at least so many tokens ran, and what devices did; 0: no more.
+HYBRID_MOE_API void hybrid_moe_record(int64_t min_tokens);
+// What was kept and touches that time (nanoseconds on CLOCK_MONOTONIC), as a JSON array of spans (cpp/stream/recorder.h): whole
+// layers, or (of_layers == 0) copies and computations on devices and the CPU's share of streamed layers.
+HYBRID_MOE_API const char * hybrid_moe_recorded(int of_layers, int64_t begin_ns, int64_t end_ns);
 // What long batches of this process may use from now on, until the next call: of the devices that stream those in `devices`
 // ("CUDA0,CUDA1", empty: none, null: all), and whether the CPU may compute a part of what is streamed; without it long batches
 // stream wherever a device can. Layers that run obey: devices before their next expert, the CPU before its next layer. Cheap

@@ -106,6 +106,8 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "hybrid_moe_choose_experts_memory": (ctypes.c_int, [ctypes.c_char_p]),
     "hybrid_moe_copies": (ctypes.c_char_p, []),
     "hybrid_moe_stream_report": (ctypes.c_char_p, []),
+    "hybrid_moe_record": (None, [ctypes.c_int64]),
+    "hybrid_moe_recorded": (ctypes.c_char_p, [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]),
     "hybrid_moe_stream_allow": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_int]),
     "hybrid_moe_stream_first": (None, [ctypes.c_int]),
     "hybrid_moe_pretend_cpu": (None, [ctypes.c_void_p]),

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
+from .._native import load_named_backend
 from ..engine import Engine, EngineOptions
-from ..errors import HybridMoeError, OptionError
+from ..errors import HybridMoeError, OptionError, PluginError
 from ..server import ServerOptions, require_packages
 from .terminal import last_errors, note, progress_bar, set_log
 
@@ -42,7 +43,7 @@ def serve(
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show llama.cpp's log.")] = False,
 ) -> None:
-    """Serve OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /health, /metrics."""
+    """Serve OpenAI's API: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics; a page at /."""
     require_packages()
     from ..server.app import create_app
     from ..server.metrics import Metrics
@@ -68,6 +69,8 @@ def serve(
 
 
 def _load(model: str, **options: Any) -> Engine:
+    if other := load_named_backend():
+        raise PluginError(f"GGML_BACKEND_PATH={other} cannot be loaded ({last_errors()}): unset it or correct it")
     with progress_bar("loading") as progress:
         try:
             return Engine(model, progress=progress, **options)

@@ -67,11 +67,11 @@ class Admission:
         with self._mail.changed:
             waiting = list(self._mail.waiting)
         n_passed, n_assigned = 0, 0
-        for i, running in enumerate(waiting):
+        for running in list(waiting):
             if self._lanes.n_running + n_passed >= self._options.n_parallel:
                 break
             if not running.is_assigned:
-                self._lanes.assign(running, len(waiting) - i)
+                self._lanes.assign(running, waiting)
                 n_assigned += running.lane != self._lane.number
             if running.lane not in (None, self._lane.number):
                 n_passed += 1  # its place is kept
@@ -90,6 +90,7 @@ class Admission:
                 n_assigned += self._free(running)
                 break
             self._enter(running, sequence, is_long)
+            waiting.remove(running)
         return n_assigned > 0
 
     def _free(self, running: Running) -> bool:

@@ -194,10 +194,10 @@ class Embedder:
     @contextlib.contextmanager
     def _beside_decode(self) -> Iterator[int]:
         """As the prefill worker does: threads of its own while others compute, all of them else."""
-        mail, threads = self._engine._mail, self._engine.options.threads()
+        mail, cores = self._engine._mail, self._engine.cores
         mail.n_embedding += 1
         try:
-            yield threads.prefill if mail.n_decoding else threads.alone
+            yield cores.prefill if mail.n_decoding else cores.alone
         finally:
             mail.n_embedding -= 1
 

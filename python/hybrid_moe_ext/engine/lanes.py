@@ -83,17 +83,18 @@ class Lanes:
         has_missed, self._has_missed = self._has_missed, False
         return has_missed
 
-    def assign(self, running: Running, n_waiting: int) -> None:
-        """Chooses a request's lane, once. `n_waiting`: requests that wait, this one included."""
+    def assign(self, running: Running, waiting: Sequence[Running]) -> None:
+        """Chooses a request's lane, once. `waiting`: all that wait, this one and those that have a lane already included."""
         running.is_assigned = True
         able = [lane for lane in self.all if lane.n_cells >= len(running.prompt) + running.max_tokens]
         if len(able) < 2:  # the first has room for the longest sequence
             running.lane = 0
             return
-        load = {lane.number: len(lane.running) for lane in able}
+        coming = [other.lane for other in waiting if other.is_assigned and other is not running]
+        load = {lane.number: len(lane.running) + coming.count(lane.number) for lane in able}
         shared = {lane.number: lane.shared_with(running.prompt) for lane in able}
         knows = max(shared, key=lambda number: (shared[number], -load[number], -number))
-        if self._dual.uses_both(min(self._n_parallel, self.n_running + n_waiting)):
+        if self._dual.uses_both(min(self._n_parallel, self.n_running + len(waiting))):
             wanted = min(load, key=lambda number: (load[number], number))
             follows = load[knows] + 1 - load[wanted] <= _MOST_AHEAD
             least = _WORTH_FOLLOWING

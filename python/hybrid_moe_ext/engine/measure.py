@@ -61,9 +61,12 @@ def _measure_size(
     n_steps = max(1, min(_MOST_STEPS, int(_LEAST_RUN_S / max(step_s, 1e-9)), min(c.n_ctx for c in contexts) // n))
     singles: list[float] = []
     duals: list[float] = []
-    while not singles or (len(singles) < _MOST_ROUNDS and time.monotonic() < end):
+    round_s = 0.0
+    while not singles or (len(singles) < _MOST_ROUNDS and time.monotonic() + round_s < end):
+        began = time.monotonic()
         singles.append(single(n_steps))
         duals.append(dual(n_steps))
+        round_s = time.monotonic() - began
     return Measured(n, median(singles), median(duals))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from .guard import Guard
 from .metrics import Metrics
 from .options import ServerOptions
 from .replies import ApiError, Json, of_error, on_error, on_http_error, on_invalid
-from .schema import ChatBody, DetokenizeBody, EmbeddingsBody, SamplingFields, TextBody, TokenizeBody
+from .schema import Body, ChatBody, DetokenizeBody, EmbeddingsBody, SamplingFields, TextBody, TokenizeBody, lenient
 from .serving import StreamedAnswer, WholeAnswer
 from .threads import Threads
+from .timeline import Timeline
 from .tools import ToolText, can_parse
 
 STATIC = Path(__file__).parent / "static"
@@ -48,6 +49,7 @@ class _Server:
         self._template = ChatTemplate(engine)
         self._threads = Threads()
         self._embeddings = Embeddings(engine, options, self._threads.check_open)
+        self._timeline = Timeline(engine, self._embeddings.embedder)
         self._name = options.name or "model"
         metrics.watch(engine)
 
@@ -56,15 +58,17 @@ class _Server:
             title="hybrid-moe-ext", version=__version__, docs_url=None, redoc_url=None, lifespan=self._lifespan,
             default_response_class=Json,
         )  # fmt: skip
-        app.post("/v1/chat/completions")(self.chat)
-        app.post("/v1/completions")(self.complete)
-        app.post("/v1/embeddings")(self.embed)
+        app.post("/v1/chat/completions")(self._taking(ChatBody, self.chat))
+        app.post("/v1/completions")(self._taking(TextBody, self.complete))
+        app.post("/v1/embeddings")(self._taking(EmbeddingsBody, self.embed))
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{name:path}")(self.model)
         app.post("/tokenize")(self.tokenize)
         app.post("/detokenize")(self.detokenize)
         app.get("/health")(self.health)
         app.get("/metrics")(self.metrics)
+        app.get("/running")(self.running)
+        app.get("/timeline")(self.timeline)
         app.get("/", include_in_schema=False)(self.page)
         app.mount("/static", StaticFiles(directory=STATIC))
         app.add_exception_handler(RequestValidationError, on_invalid)
@@ -77,6 +81,16 @@ class _Server:
                 CORSMiddleware, allow_origins=list(self._options.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
             )  # fmt: skip
         return app
+
+    def _taking(self, kind: type[Body], route: Callable[[Body], Awaitable[Response]]) -> Callable[..., Any]:
+        """The route for FastAPI, which reads what a body may have from the annotation."""
+
+        async def called(body: Any) -> Response:
+            return await route(body)
+
+        called.__annotations__["body"] = lenient(kind) if self._options.unknown_fields == "ignore" else kind
+        called.__annotations__["return"] = Response
+        return called
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -106,8 +120,17 @@ class _Server:
         self, body: SamplingFields, request: Callable[[], Request], make_shape: Callable[[], Shape]
     ) -> Response:
         self._check_model(body.model)
+
         # Templates, tokenizing and grammars take a while, so that a thread does them.
-        stream: Stream = await self._threads.run(lambda: self._engine.submit(request()))
+        def submit() -> Stream:
+            given = request()
+            stream = self._engine.submit(given)
+            most = self._engine.options.default_max_tokens if given.max_tokens is None else given.max_tokens
+            most = min(most, self._engine.n_ctx - len(given.prompt))
+            self._metrics.requests.add(stream, len(given.prompt), most)
+            return stream
+
+        stream = await self._threads.run(submit)
         shape = make_shape()
         if not body.stream:
             return WholeAnswer(stream, shape, self._metrics.finished)
@@ -145,8 +168,16 @@ class _Server:
 
     def page(self) -> Response:
         # Nothing but its own files runs in it, whatever a model writes.
-        policy = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
-        return FileResponse(STATIC / "index.html", headers={"content-security-policy": policy})
+        policy = (
+            "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+            "form-action 'none'; frame-ancestors 'none'"
+        )
+        headers = {
+            "content-security-policy": policy,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+        }
+        return FileResponse(STATIC / "index.html", headers=headers)
 
     async def tokenize(self, body: TokenizeBody) -> Json:
         add_bos = None if body.add_special else False
@@ -164,7 +195,14 @@ class _Server:
         except HybridMoeError as error:
             told = of_error(error)
             return Json({"status": "error", **told.body}, 503)
-        return Json({"status": "ok"})
+        return Json({"status": "ok", "needs_key": bool(self._options.api_key)})
+
+    async def running(self) -> Json:
+        queued = self._engine.metrics().queued_now
+        return Json({"running": self._metrics.requests.told(), "queued": queued})
+
+    async def timeline(self) -> Json:
+        return Json(await self._threads.run(self._timeline.read))
 
     async def metrics(self) -> Response:
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)

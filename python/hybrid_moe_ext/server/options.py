@@ -36,6 +36,7 @@ class ServerOptions:
     embeddings: str = _text(
         "auto", "vector of a text: its last token's, the mean, or auto: what the model file says; or off"
     )
+    unknown_fields: str = _text("refuse", "what becomes of fields that nobody knows: refuse, or ignore them")
     embedding_ctx: float = _number(2048, 16, "tokens of the longest text that gets an embedding")
 
     def __post_init__(self) -> None:
@@ -49,6 +50,8 @@ class ServerOptions:
                     )
         if self.embeddings not in EMBEDDINGS:
             raise OptionError(f"embeddings={self.embeddings!r} is not possible: choose {', '.join(EMBEDDINGS)}")
+        if self.unknown_fields not in ("refuse", "ignore"):
+            raise OptionError(f"unknown_fields={self.unknown_fields!r} is not possible: choose refuse or ignore")
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise OptionError(f"cors_origins: {origin!r} is no origin: give one such as https://chat.example, or *")
