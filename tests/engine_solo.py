@@ -165,16 +165,18 @@ def assert_nothing_leaked(engine: Engine) -> None:
     """When all is done: no cells but those of kept sequences, in our count and in llama.cpp's."""
     assert engine.drain(DEADLOCK_S)
     engine.close_threads()
-    worker = engine._decode
-    cache, mem = worker._cache, C.llama_get_memory(engine._decode_ctx)
-    assert worker._running == [] and cache.live == []
-    kept = {s.id: s for s in cache.kept}
-    for seq in range(C.llama_n_seq_max(engine._decode_ctx)):
-        last = C.llama_memory_seq_pos_max(mem, seq)
-        assert last == (kept[seq].n - 1 if seq in kept else -1), f"sequence {seq}"
-    assert len(cache._ids) + len(kept) == engine.options.n_parallel + engine.options.n_kept
-    held = np.unique(np.concatenate([s.cells for s in cache.kept])) if cache.kept else []
-    assert cache.cells.n - cache.cells.n_free == len(held)
+    for worker in engine._workers:
+        cache, ctx = worker._cache, worker._context.ctx
+        assert worker._running == [] and cache.live == []
+        kept = {s.id: s for s in cache.kept}
+        for seq in range(C.llama_n_seq_max(ctx)):
+            last = C.llama_memory_seq_pos_max(C.llama_get_memory(ctx), seq)
+            assert last == (kept[seq].n - 1 if seq in kept else -1), f"sequence {seq}"
+        assert len(cache._ids) + len(kept) == engine.options.n_parallel + engine.options.n_kept
+        held = np.unique(np.concatenate([s.cells for s in cache.kept])) if cache.kept else []
+        assert cache.cells.n - cache.cells.n_free == len(held)
+    assert all(entry.n_pins == 0 for entry in engine._store._entries)
+    assert engine._store.n_bytes == sum(entry.n_bytes for entry in engine._store._entries) <= engine._store.limit_bytes
     assert not engine._mail.jobs and not engine._mail.pieces and not engine._mail.waiting
 
 

@@ -213,7 +213,8 @@ def test_bad_models_get_one_line(command, tmp_path):
     assert f"{tmp_path}/directory/config.json: is missing" in refusal(*command, tmp_path / "directory")
     (tmp_path / "a.safetensors").touch()
     assert "give the folder it lies in" in refusal(*command, tmp_path / "a.safetensors")
-    assert f"MODEL'. (see hybrid-moe {command[0]} --help)" in refusal(*command)
+    if command != ["info"]:  # which without a model is about llama.cpp
+        assert f"MODEL'. (see hybrid-moe {command[0]} --help)" in refusal(*command)
 
 
 @pytest.mark.parametrize("command", [["run", "-p", "a"], ["info"]])

@@ -49,7 +49,7 @@ def test_every_stream_is_its_solo_run(name: str) -> None:
 
 def test_a_cache_of_the_window_only() -> None:
     """Without swa_full nothing of the sliding-window layers outlives its use, so nothing is kept and nothing reused."""
-    with engine("gpt-oss-120b", swa_full=False) as e:
+    with engine("gpt-oss-120b", swa_full=False, store_mib=0) as e:
         text = prompt(70, seed=1)
         for p in (text, [*text, 5], text[:30], prompt(150, seed=2), text):
             r = result(e.submit(greedy(p, 24)))
@@ -196,14 +196,14 @@ def test_the_byte_budget_of_kept_sequences_holds() -> None:
         result(e.submit(greedy(prompt(50, seed=1), 11)))
         per_token = e.metrics().kept_bytes_now / 60
     assert per_token > 0
-    with engine("qwen3-30b", kept_mib=100 * per_token / 2**20) as e:
+    with engine("qwen3-30b", kept_mib=100 * per_token / 2**20, store_mib=0) as e:
         for i in range(4):
             result(e.submit(greedy(prompt(50, seed=i), 11)))
         assert e.drain(DEADLOCK_S)
         m = e.metrics()
         assert m.kept_now == 1 and 0 < m.kept_bytes_now <= 100 * per_token
         assert_nothing_leaked(e)
-    with engine("qwen3-30b", kept_mib=0) as e:
+    with engine("qwen3-30b", kept_mib=0, store_mib=0) as e:
         result(e.submit(greedy(prompt(50, seed=1), 11)))
         assert result(e.submit(greedy(prompt(50, seed=1), 11))).finish.metrics.n_reused == 0
 

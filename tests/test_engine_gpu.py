@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import engine_solo
 import models
 
 N_LONG, N_SHORT, N_TOKENS = 200, 9, 8
@@ -20,11 +21,11 @@ def _serve(library: str, model: str) -> dict[str, Any]:
     import host
 
     assert host.load(library.encode()), "the simulated GPU did not load"
-    import engine_solo
     from hybrid_moe_ext import Llama, streamed
 
     prompts = [engine_solo.prompt(N_LONG, seed=1, n_vocab=250), engine_solo.prompt(N_SHORT, seed=2, n_vocab=250)]
     exact = {name: models.OPTIONS[name] for name in ("type_k", "type_v")} | {"slp": "on", "verbose": False}
+    exact["dense_type"] = "f32"
     start = streamed.report()
     llm = Llama(model, n_ctx=512, n_threads=1, n_threads_batch=1, **exact)
     alone = [[t for t, _ in zip(llm.generate(p, temp=0.0), range(N_TOKENS), strict=False)] for p in prompts]
@@ -35,6 +36,7 @@ def _serve(library: str, model: str) -> dict[str, Any]:
         results = [s.result(200) for s in streams]
         return {
             "alone": alone,
+            "prompts": prompts,
             "tokens": [r.tokens for r in results],
             "via": [r.finish.metrics.via for r in results],
             "placement": asdict(e.llama.placement),
@@ -58,7 +60,9 @@ def test_a_long_prompt_streams_and_moves(simgpu: Path, tmp_path: Path) -> None:
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["placement"]["devices"] and seen["via"] == ["prefill", "decode"]
     assert seen["n_batch"] == [512, 32]
-    assert seen["tokens"] == seen["alone"]
+    for prompt, tokens, alone in zip(seen["prompts"], seen["tokens"], seen["alone"], strict=True):
+        for text in (tokens, alone):  # streamed sums differ in their last bits, and these tokens may be near a tie
+            engine_solo.assert_solo("fp8", prompt, text, N_TOKENS)
     # In one pass, as Llama would have: the last token's, the short prompt's and decode's few rows stay on the CPU.
     assert seen["passes"]["layers"] == seen["passes_alone"]["layers"] > 0
     assert seen["passes"]["devices"] and not seen["passes"]["troubles"]

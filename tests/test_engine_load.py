@@ -33,19 +33,20 @@ def _pool() -> list[list[int]]:
 class Caller(threading.Thread):
     """Submits, reads and cancels; keeps what it got."""
 
-    def __init__(self, e: Engine, seed: int):
+    def __init__(self, e: Engine, seed: int, n_each: int):
         super().__init__()
         self.got: list[tuple[list[int], int, Stream, list[int]]] = []  # prompt, max_tokens, stream, tokens
         self.n_refused = self.n_late = 0
         self.error: BaseException | None = None
         self._engine = e
+        self._n_each = n_each
         self._random = random.Random(seed)
         self._pool = _pool()
 
     def run(self) -> None:
         try:
             open_streams: list[tuple[list[int], int, Stream]] = []
-            for _ in range(N_EACH):
+            for _ in range(self._n_each):
                 self._submit(open_streams)
                 while len(open_streams) > self._random.randrange(8):
                     self._read(*open_streams.pop(self._random.randrange(len(open_streams))))
@@ -88,8 +89,8 @@ class Caller(threading.Thread):
         self.got.append((text, n, stream, tokens))
 
 
-def _run_callers(e: Engine, seeds: range) -> list[Caller]:
-    callers = [Caller(e, seed) for seed in seeds]
+def run_callers(e: Engine, seeds: range, n_each: int = N_EACH) -> list[Caller]:
+    callers = [Caller(e, seed, n_each) for seed in seeds]
     for caller in callers:
         caller.start()
     for caller in callers:
@@ -109,7 +110,7 @@ def test_ten_thousand_requests() -> None:
     with engine("qwen3-30b") as e:
         rss = []
         for i in range(0, 10_000 // N_EACH, N_CALLERS):
-            for text, _, _, tokens in (one for c in _run_callers(e, range(i, i + N_CALLERS)) for one in c.got):
+            for text, _, _, tokens in (one for c in run_callers(e, range(i, i + N_CALLERS)) for one in c.got):
                 assert_solo("qwen3-30b", text, tokens)
             gc.collect()
             rss.append(_rss_kib())
@@ -148,9 +149,13 @@ def _count_samplers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     ],
 )
 def test_random_requests(name: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_random_requests(name, options, monkeypatch)
+
+
+def check_random_requests(name: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     samplers = _count_samplers(monkeypatch)
     with engine(name, **options) as e:
-        callers = _run_callers(e, range(N_CALLERS))
+        callers = run_callers(e, range(N_CALLERS))
         reasons: dict[str, int] = {}
         for text, n, stream, tokens in (one for caller in callers for one in caller.got):
             assert_solo(name, text, tokens)
@@ -160,7 +165,7 @@ def test_random_requests(name: str, options: dict, monkeypatch: pytest.MonkeyPat
                 assert len(tokens) == n
             if stream.finish and n:
                 assert len(tokens) == stream.finish.metrics.n_generated
-        assert reasons["length"] > 100 and reasons["cancelled"] > 10, reasons
+        assert reasons["length"] > N_EACH and reasons["cancelled"] > 10, reasons
         m = e.metrics()
         n_zero = sum(n == 0 for caller in callers for _, n, _, _ in caller.got)
         assert sum(m.finished.values()) == m.submitted == sum(len(caller.got) for caller in callers) - n_zero

@@ -257,7 +257,7 @@ def test_a_model_without_tokenizer_takes_tokens_only() -> None:
     [
         ({"n_parallel": 0}, "n_parallel"),
         ({"n_ctx": 1.5}, "an integer"),
-        ({"n_batch": 16, "n_parallel": 8}, "min_chunk"),
+        ({"n_batch": 8, "n_parallel": 8}, "min_chunk"),
         ({"n_parallel": 200, "n_kept": 100, "n_batch": 512}, "sequences"),
         ({"tpot_ms": 0}, "tpot_ms"),
         ({"n_paralel": 3}, "unknown option"),
@@ -301,7 +301,7 @@ def test_deadlines() -> None:
         gate.wait_until_held()
         queued = e.submit(greedy(prompt(5), 5, deadline_s=0.0))
         gate.step()
-        e._decode._running[0].deadline = 0  # time passes while the engine is held
+        e._workers[0]._running[0].deadline = 0  # time passes while the engine is held
         gate.open()
         r = result(running)
         assert r.finish.reason == "deadline" and 1 <= len(r.tokens) < 400

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import ROOT
+from hybrid_moe_ext.engine.arrivals import TimeShare
 from hybrid_moe_ext.engine.cache import Cells, common
 from hybrid_moe_ext.engine.context import Memory
 from hybrid_moe_ext.engine.metrics import RequestMetrics
@@ -130,11 +131,23 @@ def test_admission_waits_for_the_service_level() -> None:
     pace = Pace(0.05, 30, 8, 512)
     pace.learn(1, 0, 0.03)
     pace.learn(2, 0, 0.08)
+    assert pace.admits(1, 0)  # the first step may have been disturbed
+    for _ in range(2):
+        pace.learn(2, 0, 0.08)
     assert pace.admits(0, 0) and not pace.admits(1, 0)
     assert pace.admits(2, 0)  # three were never measured
     assert pace.admits(1, 30)  # waited too long already
     for _ in range(20):
         pace.learn(2, 0, 0.04)
+    assert pace.admits(1, 0)
+
+
+def test_nobody_waits_for_a_level_that_cannot_be_had() -> None:
+    """On a slow machine all came one after the other, each after ttft_s."""
+    pace = Pace(0.05, 30, 8, 512)
+    for _ in range(5):
+        pace.learn(1, 0, 0.06)
+        pace.learn(2, 0, 0.08)
     assert pace.admits(1, 0)
 
 
@@ -178,3 +191,17 @@ def test_a_stream_across_threads() -> None:
             failed.next(1)
         told.append(info.value)
     assert told[0] is not told[1]
+
+
+@pytest.mark.parametrize(("step_s", "piece_s", "most"), [(0.05, 0.001, 1.0), (0.01, 0.004, 0.3), (0.001, 0.1, 0.01)])
+def test_arrivals_take_their_share_of_the_time(step_s: float, piece_s: float, most: float) -> None:
+    share, now, n_pieces, in_pieces, began = TimeShare(0.08), 100.0, 0, 0.0, 100.0
+    for _ in range(5000):
+        if share.may_begin(now):
+            share.took(now, now + piece_s)
+            now += piece_s
+            in_pieces += piece_s
+            n_pieces += 1
+        now += step_s
+    assert 0 < n_pieces <= most * 5000 + 1
+    assert in_pieces <= 0.08 * (now - began) + piece_s

@@ -147,6 +147,18 @@ def test_one_device_of_two(see, tmp_path, expected):
     assert seen["streamed"]["layers"] == 2 * 2  # two passes
 
 
+def test_layers_on_one_device_of_two(see, tmp_path, expected):
+    """Experts are streamed to both."""
+    out = tmp_path / "logits.npy"
+    given = {"slp": "on", "cpu_help": "off", "layer_devices": ["SimGPU1"], "flash_attn": False}
+    seen = see("logits", model=models.twin("F32"), out=out, n_tokens=N_TOKENS, **given)
+    assert models.nmse(np.load(out), expected) <= 1e-9
+    assert seen["placement"]["devices"] == ["SimGPU0", "SimGPU1"] and seen["placement"]["layer_devices"] == ["SimGPU1"]
+    assert "stream experts to SimGPU0, SimGPU1; all layers without their experts on SimGPU1" in seen["text"]
+    assert seen["used"][0] == 0 < seen["used"][1]
+    assert {d["name"] for d in seen["streamed"]["devices"]} == {"SimGPU0", "SimGPU1"}
+
+
 def test_the_largest_pass_is_that_of_the_context(see):
     seen = see("choose", model=models.twin("F32"), n_ctx=2048, slp="on")
     assert seen["n_batch"] == [2048, 2048] and seen["n_ubatch"] == 2048 == seen["placement"]["n_ubatch"]
@@ -235,6 +247,7 @@ def test_nothing_streams(see, options, why):
     seen = see("choose", model=models.twin("F32"), **options)
     assert seen["placement"] == {
         "devices": [], "n_gpu_layers": 0, "n_batch": 512, "n_ubatch": 512, "flash_attention": "off", "why": why,
+        "layer_devices": [],
     }  # fmt: skip
     assert seen["n_outputs_max"] == 0 and seen["flash"] == OFF and seen["report"]["layers"] == 0
 

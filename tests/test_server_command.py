@@ -31,6 +31,7 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         line = child.stderr.readline()
         found = re.search(r"^serving tiny-deepseek-v3-fp8 at (http://\S+)/v1, 1024 tokens of context", line)
         assert found, line + (child.stderr.read() if child.poll() is not None else "")
+        assert child.stderr.readline().startswith("dual batch: off (attention is not on a GPU")
         yield child, found[1]
     finally:
         child.kill()

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import json
 import os
 import random
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 
 from engine_solo import DEADLOCK_S
-from server_host import MODEL, PROMPTS, Host, serving
+from server_host import MODEL, PROMPTS, Host, serving, wait_for
 
 # More by hand: HYBRID_MOE_ variables are the plug-in's, so this one has another name.
 N_REQUESTS = int(os.environ.get("SERVER_LOAD_REQUESTS", "200"))
+FIRST = int(os.environ.get("SERVER_LOAD_FIRST", "0"))  # its seed; others of the same number are other requests
+N_PORTIONS = 10  # after each of them what is held is counted
 TEXT = "/v1/completions"
 
 
@@ -88,13 +94,36 @@ class Client:
 
 
 def test_load() -> None:
-    with serving() as host:
+    # Without the store, which is meant to fill memory.
+    with serving({"store_mib": 0, "n_kept": 2}) as host:
         for prompt in PROMPTS:
             host.expected(prompt, 16)  # the reference is no client: it runs before
-        with ThreadPoolExecutor(12) as pool:
-            kinds = list(pool.map(Client(host), range(N_REQUESTS)))
+        client, kinds, files, rss_kib = Client(host), [], [], []
+        portions = [range(FIRST + i, FIRST + N_REQUESTS, N_PORTIONS) for i in range(N_PORTIONS)]
+        for portion in portions:
+            with ThreadPoolExecutor(12) as pool:
+                kinds += pool.map(client, portion)
+            host.wait_until_idle()
+            gc.collect()
+            wait_for(
+                lambda: not files or n_files() <= files[0]
+            )  # the server closes connections when it learns of their end
+            files.append(n_files())
+            rss_kib.append(memory_kib())
+        print(f"KiB of memory after each portion: {rss_kib}")
         assert len(set(kinds)) == 6
-        host.wait_until_idle()
         finished = host.engine.metrics().finished
         assert finished.get("error", 0) == 0 and finished["cancelled"] > 0
         assert finished["length"] >= kinds.count("whole") + kinds.count("streamed")
+        if N_REQUESTS >= 5000:  # less than 1 KiB per request
+            assert rss_kib[-1] < rss_kib[N_PORTIONS // 2 - 1] + N_REQUESTS // 2, rss_kib
+
+
+def n_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def memory_kib() -> int:
+    """What is held, without what the allocator keeps for later."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])

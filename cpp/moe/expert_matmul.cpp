@@ -151,8 +151,9 @@ RunStatus run_expert_matmul(const ExpertMatmul & op, const RunOptions & options,
     const Plan plan = decide(op, route, options.n_threads);
     const size_t needed = gemm_scratch_bytes * size_t(options.n_threads) + 64;
     if (work.scratch.size() < needed) work.scratch.resize(needed);
-    Run run{op, plan, options, work};
-    for (; !is_done(run); run.turn = Turn()) run_team(plan.n_threads, compute_tiles, &run);
+    const bool gives_way = op.ids.n_tokens > uninterrupted_tokens;
+    Run run{op, plan, options, work, {}, {}, Turn(gives_way)};
+    for (; !is_done(run); run.turn = Turn(gives_way)) run_team(plan.n_threads, compute_tiles, &run);
     if (run.aborted.load()) return RunStatus::aborted;
     count_matmul(op.experts, op.experts.shape.n_rows, route);
     return RunStatus::ok;

@@ -7,6 +7,11 @@
 
 namespace hybrid_moe {
 
+// Up to so many tokens are a step of generation, which takes milliseconds and gives its place to nobody (Turn): two that
+// alternate, one on a GPU while the other is here, would lose that if they cut each other's layers into slices. Longer batches
+// are prompts, behind which a token must not wait.
+constexpr int64_t uninterrupted_tokens = 16;
+
 // The router's choice: int32 [n_tokens][n_used], strides in bytes.
 struct ExpertIds {
     const uint8_t * data;

@@ -5,6 +5,7 @@
 // Tiles of kind 2 wait for the experts they read, one by one, and for no barrier. All tiles of kind 1 are taken before
 // any of kind 2, so somebody is always working on what a waiting thread waits for.
 #include "moe/moe_layer.h"
+#include "moe/pretend_cpu.h"
 #include "threads/team.h"
 
 #include <algorithm>
@@ -247,6 +248,13 @@ RunStatus run_token_tile(const MoeLayer & layer, int64_t token0, int64_t n_token
         return RunStatus::failed;
     }
     if (only) keep_experts(route, *only);
+    if (const PretendCpu pretend = pretended_cpu()) {
+        MoeLayer tile = layer;
+        tile.ids = ids;
+        tile.y += token0 * layer.y_token_stride;
+        pretend_moe_layer(pretend, tile, route);
+        return RunStatus::ok;
+    }
     if (const char * what = make_layer_ready(layer, route, options)) {
         snprintf(error, 512, "%s", what);
         return RunStatus::failed;
@@ -254,7 +262,8 @@ RunStatus run_token_tile(const MoeLayer & layer, int64_t token0, int64_t n_token
     int64_t m_max = 0;
     for (int64_t i : route.active) m_max = route.n_rows(i) > m_max ? route.n_rows(i) : m_max;
     const Plan plan = decide(layer, route, m_max, options.n_threads);
-    Run run{layer, plan, options, work, cut(work.scratch, layer, plan, route.pairs.size(), m_max), m_max};
+    const bool gives_way = layer.ids.n_tokens > uninterrupted_tokens;
+    Run run{layer, plan, options, work, cut(work.scratch, layer, plan, route.pairs.size(), m_max), m_max, {}, Turn(gives_way)};
     gather(layer, token0, n_tokens, run.scratch, work);
     work.up_tiles.cut(layer.up.weights.parts(), layer.up.row0, layer.n_ff(), plan.up_rows, int64_t(route.active.size()));
     work.down_tiles.cut(layer.down.weights.parts(), layer.down.row0, layer.n_embd(), plan.down_rows, 1);
@@ -264,7 +273,7 @@ RunStatus run_token_tile(const MoeLayer & layer, int64_t token0, int64_t n_token
         work.up_done.reset(new std::atomic<int32_t>[work.n_up_done]);
     }
     for (size_t i = 0; i < route.active.size(); i++) work.up_done[i].store(0, std::memory_order_relaxed);
-    for (; !is_done(run); run.turn = Turn()) run_team(plan.n_threads, compute_tiles, &run);
+    for (; !is_done(run); run.turn = Turn(gives_way)) run_team(plan.n_threads, compute_tiles, &run);
     if (run.aborted.load()) return RunStatus::aborted;
     if (has_gate(layer.activation.kind)) count_matmul(layer.gate.weights, layer.gate.n_rows, route);
     count_matmul(layer.up.weights, layer.up.n_rows, route);

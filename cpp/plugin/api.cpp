@@ -5,9 +5,11 @@
 #include "cuda/kernel_image.h"
 #include "kernels/measure.h"
 #include "moe/expert_matmul.h"
+#include "moe/pretend_cpu.h"
 #include "plugin/device.h"
 #include "plugin/host.h"
 #include "plugin/settings.h"
+#include "stream/recorder.h"
 #include "stream/streams.h"
 #include "threads/measure_team.h"
 #include "threads/team.h"
@@ -140,6 +142,25 @@ const char * hybrid_moe_stream_report(void) {
     text = Streams::get().report();
     return text.c_str();
 }
+
+void hybrid_moe_record(int64_t min_tokens) { record_from(min_tokens < 0 ? 0 : min_tokens); }
+
+const char * hybrid_moe_recorded(int of_layers, int64_t begin_ns, int64_t end_ns) {
+    thread_local std::string text;
+    text = recorded(of_layers != 0, begin_ns, end_ns);
+    return text.c_str();
+}
+
+int hybrid_moe_stream_allow(const char * devices, int cpu_may_help) {
+    return guarded([&] {
+        const std::vector<std::string> names = split_names(devices ? devices : "");
+        std::string why;
+        return Streams::get().allow(devices ? &names : nullptr, cpu_may_help != 0, why) ? 0 : fail(why);
+    });
+}
+
+void hybrid_moe_stream_first(int is_first) { this_thread_is_first() = is_first != 0; }
+void hybrid_moe_pretend_cpu(int64_t (*charge)(int64_t, size_t, double)) { pretend_cpu(charge); }
 
 const char * hybrid_moe_copies(void) {
     thread_local std::string described;

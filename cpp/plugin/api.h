@@ -41,6 +41,23 @@ HYBRID_MOE_API int hybrid_moe_pretend_machine(const char * sys_root, const char 
 // What was streamed to which device, and why not: a JSON object (cpp/stream/report.cpp).
 HYBRID_MOE_API const char * hybrid_moe_stream_report(void);
 
+// From now on, keeps in memory when layers of batches with at least so many tokens ran, and what devices did; 0: no more.
+HYBRID_MOE_API void hybrid_moe_record(int64_t min_tokens);
+// What was kept and touches that time (nanoseconds on CLOCK_MONOTONIC), as a JSON array of spans (cpp/stream/recorder.h): whole
+// layers, or (of_layers == 0) copies and computations on devices and the CPU's share of streamed layers.
+HYBRID_MOE_API const char * hybrid_moe_recorded(int of_layers, int64_t begin_ns, int64_t end_ns);
+// What long batches of this process may use from now on, until the next call: of the devices that stream those in `devices`
+// ("CUDA0,CUDA1", empty: none, null: all), and whether the CPU may compute a part of what is streamed; without it long batches
+// stream wherever a device can. Layers that run obey: devices before their next expert, the CPU before its next layer. Cheap
+// enough for every step of a decoder. -1, and nothing changes: nothing is streamed to such a device.
+HYBRID_MOE_API int hybrid_moe_stream_allow(const char * devices, int cpu_may_help);
+// Whether the calling thread's batches have priority: that does not bind them, and where others stream they do not wait, the
+// CPU computes them.
+HYBRID_MOE_API void hybrid_moe_stream_first(int is_first);
+// For simulated machines: from now on `charge` is called instead of computing experts on the CPU (null: computes again). It
+// returns when n_rows rows are multiplied by n_bytes of weights. Results are zeros.
+HYBRID_MOE_API void hybrid_moe_pretend_cpu(int64_t (*charge)(int64_t n_rows, size_t n_bytes, double bits_per_weight));
+
 // Expert tables: which bytes of which files stand for a tensor name. A table is used by one load at a time.
 typedef struct hybrid_moe_table hybrid_moe_table;
 

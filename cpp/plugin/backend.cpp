@@ -54,6 +54,17 @@ ggml_status status_of(RunStatus status, const char * error) {
     return report_failure(error);
 }
 
+// A span of the trace, from here to the end of the scope.
+struct TracedLayer {
+    const char * name;
+    int64_t      n_tokens;
+    int64_t      begin_ns;
+    TracedLayer(const char * layer, int64_t n) : name(layer), n_tokens(n), begin_ns(traces_layer(n) ? now_ns() : 0) {}
+    ~TracedLayer() {
+        if (begin_ns) trace_layer(begin_ns, name, n_tokens);
+    }
+};
+
 ggml_status compute_stock(BackendContext & ctx, ggml_cgraph * graph, int first, int n) {
     const ggml_status status = ctx.stock.compute(graph, first, n, ctx.n_threads, ctx.abort, ctx.abort_data);
     if (status != GGML_STATUS_FAILED) return status;
@@ -64,6 +75,7 @@ ggml_status compute_matmul(BackendContext & ctx, const RunOptions & options, ggm
     const ggml_tensor * node = host().ggml_graph_node(graph, i);
     ExpertMatmul op;
     if (const char * why = describe_matmul(node, op)) return report_failure(name_of_node(node) + why);
+    const TracedLayer traced(op.experts.name, op.ids.n_tokens);
     if (op.experts.shape.type == WeightType::foreign) return compute_stock(ctx, graph, i, 1);
     char error[512];
     return status_of(run_expert_matmul(op, options, ctx.work, error), error);
@@ -72,6 +84,7 @@ ggml_status compute_matmul(BackendContext & ctx, const RunOptions & options, ggm
 // Nodes [first, first + n), which are the layer: on the devices that stream, where that is faster, else on the CPU.
 ggml_status compute_layer(BackendContext & ctx, ggml_cgraph * graph, int first, int n, const MoeLayer & layer, const RunOptions & options) {
     char error[512];
+    const TracedLayer traced(layer.up.weights.name, layer.ids.n_tokens);
     if (!Streams::get().may_stream(layer.ids.n_tokens)) {
         ctx.inputs.all_to_host();
         return status_of(run_moe_layer(layer, options, ctx.work, error), error);

@@ -41,9 +41,9 @@ std::string unknown(const char * variable, const char * value, const char * choi
 // A misspelt name would leave its option off in silence. Some are read by the Python package and by tests alone.
 constexpr const char * known_variables[] = {
     "HYBRID_MOE_ISA", "HYBRID_MOE_TEAM", "HYBRID_MOE_PIN", "HYBRID_MOE_EXPERTS_MEMORY", "HYBRID_MOE_DENSE_TYPE",
-    "HYBRID_MOE_SLP", "HYBRID_MOE_DEVICES", "HYBRID_MOE_CPU_HELP", "HYBRID_MOE_VRAM_SHARE", "HYBRID_MOE_RING_MIB",
+    "HYBRID_MOE_SLP", "HYBRID_MOE_DEVICES", "HYBRID_MOE_LAYER_DEVICES", "HYBRID_MOE_CPU_HELP", "HYBRID_MOE_VRAM_SHARE", "HYBRID_MOE_RING_MIB",
     "HYBRID_MOE_COPY_THREADS", "HYBRID_MOE_PINNED_GIB", "HYBRID_MOE_TRACE",
-    "HYBRID_MOE_STATS", "HYBRID_MOE_UNTESTED_HOST", "HYBRID_MOE_LIBRARY", "HYBRID_MOE_AVX512_RUNNER",
+    "HYBRID_MOE_STATS", "HYBRID_MOE_UNTESTED_HOST", "HYBRID_MOE_LIBRARY", "HYBRID_MOE_LLAMA", "HYBRID_MOE_AVX512_RUNNER",
 };
 
 std::string misspelt_variable() {
@@ -62,7 +62,9 @@ std::string misspelt_variable() {
     return std::string();
 }
 
-std::vector<std::string> split(const std::string & list) {
+}  // namespace
+
+std::vector<std::string> split_names(const std::string & list) {
     std::vector<std::string> names;
     for (size_t begin = 0; begin <= list.size();) {
         const size_t end = std::min(list.find(',', begin), list.size());
@@ -73,6 +75,8 @@ std::vector<std::string> split(const std::string & list) {
     }
     return names;
 }
+
+namespace {
 
 // A number between low and high; false when the variable holds something else. Unset or "auto": as it is.
 bool number(const char * variable, double low, double high, double & out) {
@@ -91,7 +95,7 @@ std::string read_stream_settings(StreamOptions & out) {
     }
     if (const char * devices = choice("HYBRID_MOE_DEVICES")) {
         out.all_devices = false;
-        if (strcmp(devices, "none")) out.devices = split(devices);
+        if (strcmp(devices, "none")) out.devices = split_names(devices);
     }
     if (const char * help = choice("HYBRID_MOE_CPU_HELP")) {
         if (strcmp(help, "off")) return unknown("HYBRID_MOE_CPU_HELP", help, "auto or off");

@@ -27,6 +27,9 @@ const Settings & settings();
 // Returns an empty string, or one sentence that says which value is wrong and what may stand there.
 std::string read_settings();
 
+// "a, b" -> {"a", "b"}: how lists of devices are written.
+std::vector<std::string> split_names(const std::string & list);
+
 // For the loads of this thread: "mmap", "copy", or null for what the environment says. False when it is none of them.
 bool choose_experts_memory(const char * name);
 ExpertsMemory experts_memory();

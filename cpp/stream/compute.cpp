@@ -8,7 +8,8 @@
 namespace hybrid_moe {
 namespace {
 
-// Experts queued at once. One would leave the device idle while this thread wakes up.
+// Experts queued at once. One would leave the device idle while this thread wakes up. One is no help to a decoder on the same
+// device either (tests/engine_two_gpus.py, modes one and small): devices take operations of several instances by turns.
 constexpr size_t max_queued = 3;
 
 // Graphs that are queued between two synchronisations of the instance: back ends look at a graph until then.

@@ -31,6 +31,13 @@ int64_t rows_of(const std::vector<QueuedExpert> & experts) {
 
 double seconds_of(int64_t begin_ns) { return double(now_ns() - begin_ns) * 1e-9; }
 
+// Whether the CPU may compute long batches of this thread, or parts of them.
+bool cpu_is_free() { return this_thread_is_first() || permit().has_cpu(); }
+
+bool all_have_rates(const std::vector<DeviceRate> & rates) {
+    return std::all_of(rates.begin(), rates.end(), [](const DeviceRate & r) { return r.copy_s_per_byte > 0 && r.compute_s_per_row > 0; });
+}
+
 std::string text_of(const LayerExperts & experts) {
     std::string text = std::to_string(experts.n_expert()) + " experts";
     for (const PartWeights & p : experts.parts) {
@@ -94,7 +101,7 @@ Rates Streams::calibrate(Pass & pass) {
     group_by_expert(sample.ids, pass.experts->n_expert(), route, bad);
     std::vector<QueuedExpert> busiest = sorted(route);
     if (busiest.size() > sample_experts) busiest.erase(busiest.begin() + std::ptrdiff_t(sample_experts), busiest.end());
-    const Pass of_sample{sample, pass.experts, pass.options, pass.work, route, nullptr, {}};
+    const Pass of_sample{sample, pass.experts, pass.options, pass.work, route, nullptr, pass.devices, pass.cpu_may_help};
     for (const size_t i : ready_devices(of_sample, make_index(sample, route))) {
         DeviceStream & d = *devices_[i];
         bool has_failed = false;
@@ -109,7 +116,7 @@ Rates Streams::calibrate(Pass & pass) {
         }
         if (has_failed) std::erase(pass.devices, i);
     }
-    if (pass.layer.has_kernels()) rates.cpu = calibrate_cpu(pass, sample);
+    if (pass.layer.has_kernels() && cpu_is_free()) rates.cpu = calibrate_cpu(pass, sample);
     rates.devices = rates_of(pass.devices);
     return rates;
 }
@@ -129,16 +136,14 @@ Rates Streams::rates_for(Pass & pass) {
     if (const auto known = known_rates(name, pass.devices.size())) {
         rates = *known;
         for (size_t i = 0; i < pass.devices.size(); i++) devices_[pass.devices[i]]->know_rate(rates.devices[i]);
-    } else {
+    } else if (cpu_is_free() || !all_have_rates(rates_of(pass.devices))) {
         const size_t n_devices = pass.devices.size();
         rates = calibrate(pass);
-        const bool is_measured = std::all_of(rates.devices.begin(), rates.devices.end(), [](const DeviceRate & r) {
-            return r.copy_s_per_byte > 0 && r.compute_s_per_row > 0;  // zeros: it failed
-        });
+        const bool is_measured = all_have_rates(rates.devices);  // zeros: it failed
         const bool none_failed = rates.devices.size() == n_devices;
         const bool is_whole = none_failed && is_measured && (rates.cpu.s_per_row > 0 || !pass.layer.has_kernels());
         if (is_whole) keep_rates(name, rates);
-        else if (none_failed) know_rates(name, rates);  // there was no room: not again for every layer
+        else if (none_failed && cpu_is_free()) know_rates(name, rates);  // there was no room: not again for every layer
     }
     rates.devices = rates_of(pass.devices);
     if (!pass.layer.has_kernels()) {
@@ -180,7 +185,7 @@ StreamPlan Streams::decide(const Pass & pass, const Rates & rates) const {
     };
     plan.cpu_s     = cpu_s(rates.cpu, plan.by_rows.size());
     plan.devices_s = predict(plan.by_rows, bytes, rates.devices) + activations_s;
-    if (options_.cpu_helps && l.has_kernels() && rates.cpu.s_per_row > 0 && !plan.by_rows.empty()) {
+    if (pass.cpu_may_help && l.has_kernels() && rates.cpu.s_per_row > 0 && !plan.by_rows.empty()) {
         const double fewer = double(pass.options.n_threads) / helping_threads(pass.options.n_threads, rates.devices.size());
         const CpuRate helping = {rates.cpu.s_per_expert * fewer, rates.cpu.s_per_row * fewer};
         // Without any left for devices it would not be help.
@@ -192,8 +197,10 @@ StreamPlan Streams::decide(const Pass & pass, const Rates & rates) const {
             plan.n_cpu_experts = n;
         }
     }
-    plan.streams = options_.slp == Slp::on || plan.devices_s < plan.cpu_s;
-    plan.why     = !plan.streams ? "CPU, predicted faster" : options_.slp == Slp::on ? "streamed, as chosen" : "streamed, predicted faster";
+    plan.streams = options_.slp == Slp::on || plan.devices_s < plan.cpu_s || !cpu_is_free();
+    plan.why     = !plan.streams ? "CPU, predicted faster"
+                 : !cpu_is_free() ? "streamed, the CPU is left to decode"
+                 : options_.slp == Slp::on ? "streamed, as chosen" : "streamed, predicted faster";
     return plan;
 }
 

@@ -9,6 +9,7 @@
 #include "stream/filler.h"
 #include "stream/fp8_expander.h"
 #include "stream/layer_job.h"
+#include "stream/permit.h"
 
 #include <condition_variable>
 #include <deque>
@@ -49,6 +50,9 @@ public:
     DeviceStream & operator=(const DeviceStream &) = delete;
 
     const Gpu & gpu() const { return gpu_; }
+
+    // Its number in the permit (permit.h). Before any job.
+    void set_number(size_t i_device) { i_device_ = i_device; }
 
     // Everything below is for one thread at a time, which holds the lock.
     std::mutex & lease() { return lease_; }
@@ -129,6 +133,7 @@ private:
     void fail(const std::string & why, bool is_damage = false);
 
     const Gpu            gpu_;
+    size_t               i_device_ = Permit::max_devices;  // always permitted
     const StreamSettings settings_;
     std::mutex           lease_;
     Instance                  upload_;

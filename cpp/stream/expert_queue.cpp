@@ -95,6 +95,16 @@ void ExpertQueue::leave(int i_worker) {
     workers_[size_t(i_worker)].is_gone = true;
 }
 
+bool ExpertQueue::leave_to_others(int i_worker) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t w = 0; w < workers_.size(); w++) {
+        if (w == size_t(i_worker) || workers_[w].is_gone) continue;
+        workers_[size_t(i_worker)].is_gone = true;
+        return true;
+    }
+    return false;
+}
+
 bool ExpertQueue::is_empty() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return left_.empty();

@@ -39,6 +39,8 @@ public:
 
     // Takes no further part.
     void leave(int i_worker);
+    // The same, if somebody else stays who takes what is left. False: nobody does.
+    bool leave_to_others(int i_worker);
 
     bool is_empty() const;
     int64_t n_taken(int i_worker) const;

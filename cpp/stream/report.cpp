@@ -1,18 +1,10 @@
 // Streams: what happened, as JSON.
 #include "stream/decimal.h"
+#include "stream/json_text.h"
 #include "stream/streams.h"
 
 namespace hybrid_moe {
 namespace {
-
-std::string quoted(const std::string & text) {
-    std::string out = "\"";
-    for (const char c : text) {
-        if (c == '"' || c == '\\') out += '\\';
-        out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
-    }
-    return out + '"';
-}
 
 std::string field(const char * name, uint64_t n) { return std::string(", \"") + name + "\": " + std::to_string(n); }
 
@@ -23,14 +15,14 @@ std::string field(const char * name, double v) {
 std::string describe(const DeviceStream & d, int n_failures) {
     const StreamCounters c = d.counters();
     const DeviceRate rate = d.rate();
-    return "{\"name\": " + quoted(d.gpu().name) + ", \"description\": " + quoted(d.gpu().description) + field("layers", c.n_layers) +
+    return "{\"name\": " + json_text(d.gpu().name) + ", \"description\": " + json_text(d.gpu().description) + field("layers", c.n_layers) +
            field("experts", c.n_experts) + field("rows", c.n_rows) + field("source_bytes", c.source_bytes) + field("expert_bytes", c.expert_bytes) + field("ahead_bytes", c.ahead_bytes) +
            field("wasted_bytes", c.wasted_bytes) + field("in_bytes", c.in_bytes) + field("out_bytes", c.out_bytes) +
            field("upload_ns", uint64_t(c.upload_ns)) + field("compute_ns", uint64_t(c.compute_ns)) + field("starved_ns", uint64_t(c.starved_ns)) +
            field("layer_ns", uint64_t(c.layer_ns)) + field("failures", c.n_failures) + field("failures_in_a_row", uint64_t(n_failures)) +
            field("slots", uint64_t(d.n_slots())) + field("slot_bytes", uint64_t(d.slot_bytes())) + field("batch_bytes", uint64_t(d.batch_bytes())) +
            field("host_bytes", uint64_t(d.host_bytes())) + field("direct_bytes", d.filler().direct_bytes()) + field("staged_bytes", d.filler().staged_bytes()) +
-           ", \"fp8\": " + quoted(d.fp8_path()) + ", \"pinned_staging\": " + (d.filler().is_pinned() ? "true" : "false") + field("copy_s_per_byte", rate.copy_s_per_byte) +
+           ", \"fp8\": " + json_text(d.fp8_path()) + ", \"pinned_staging\": " + (d.filler().is_pinned() ? "true" : "false") + field("copy_s_per_byte", rate.copy_s_per_byte) +
            field("compute_s_per_row", rate.compute_s_per_row) + "}";
 }
 
@@ -39,11 +31,17 @@ std::string describe(const DeviceStream & d, int n_failures) {
 std::string Streams::report() {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::string devices, troubles;
+    std::string allowed;
+    for (size_t i = 0; i < devices_.size(); i++) {
+        if (!permit().has_device(i)) continue;
+        if (!allowed.empty()) allowed += ',';
+        allowed += devices_[i]->gpu().name;
+    }
     for (size_t i = 0; i < devices_.size(); i++) devices += (i ? ", " : "") + describe(*devices_[i], n_failures_[i]);
-    for (const auto & [kind, sentence] : troubles_) troubles += (troubles.empty() ? "" : ", ") + quoted(sentence);
-    return "{\"slp\": " + quoted(options_.slp == Slp::on ? "on" : options_.slp == Slp::off ? "off" : "auto") + field("layers", n_streamed_.load()) +
-           field("layers_on_cpu", n_on_cpu_.load()) + field("cpu_experts", n_cpu_experts_.load()) + ", \"plan\": " + quoted(last_plan_) +
-           ", \"rates\": " + quoted(last_rates_) + ", \"devices\": [" + devices + "], \"troubles\": [" + troubles + "]}";
+    for (const auto & [kind, sentence] : troubles_) troubles += (troubles.empty() ? "" : ", ") + json_text(sentence);
+    return "{\"slp\": " + json_text(options_.slp == Slp::on ? "on" : options_.slp == Slp::off ? "off" : "auto") + field("layers", n_streamed_.load()) +
+           field("layers_on_cpu", n_on_cpu_.load()) + field("cpu_experts", n_cpu_experts_.load()) + ", \"plan\": " + json_text(last_plan_) +
+           ", \"allowed\": " + json_text(allowed) + ", \"cpu_may_help\": " + (permit().has_cpu() ? "true" : "false") + ", \"rates\": " + json_text(last_rates_) + ", \"devices\": [" + devices + "], \"troubles\": [" + troubles + "]}";
 }
 
 }  // namespace hybrid_moe

@@ -101,6 +101,7 @@ void Streams::open() {
         std::erase(wanted, gpu.name);  // however often it is named
         try {
             devices_.push_back(std::make_unique<DeviceStream>(gpu, options_.device));
+            devices_.back()->set_number(devices_.size() - 1);
         } catch (const std::exception & e) {
             troubles_.emplace_back("open " + gpu.name, std::string(e.what()) + "; experts are not streamed to it");
         }
@@ -162,16 +163,27 @@ std::vector<DeviceRate> Streams::rates_of(const std::vector<size_t> & devices) c
 std::vector<size_t> Streams::devices_in_use() const {
     std::vector<size_t> all;
     for (size_t i = 0; i < devices_.size(); i++) {
-        if (n_failures_[i] < max_failures) all.push_back(i);
+        if (n_failures_[i] < max_failures && (this_thread_is_first() || permit().has_device(i))) all.push_back(i);
     }
     return all;
 }
 
+// False, with none of them: others stream there, and this thread does not wait.
+bool Streams::lease(const std::vector<size_t> & devices, std::vector<std::unique_lock<std::mutex>> & leases) {
+    for (const size_t i : devices) {
+        leases.emplace_back(devices_[i]->lease(), std::defer_lock);
+        if (!this_thread_is_first()) leases.back().lock();
+        else if (!leases.back().try_lock()) break;
+    }
+    if (leases.size() == devices.size() && (leases.empty() || leases.back())) return true;
+    leases.clear();
+    return false;
+}
+
 int64_t Streams::tokens_per_pass(const MoeLayer & layer, const LayerExperts & experts) {
     int64_t n = layer.ids.n_tokens;
-    for (size_t i = 0; i < devices_.size(); i++) {
+    for (const size_t i : devices_in_use()) {
         const auto & d = devices_[i];
-        if (n_failures_[i] >= max_failures) continue;
         const size_t slots = d->least_bytes(experts);
         const size_t may   = d->budget();
         if (may <= slots) continue;  // it will not take part
@@ -192,9 +204,8 @@ std::vector<size_t> Streams::ready_devices(const Pass & pass, const DeviceIndex 
     std::vector<size_t> ready;
     const int64_t tile = std::min<int64_t>(device_tile_rows, int64_t(align_up(size_t(index.max_rows), size_t(index_alignment))));
     const BatchShape shape = shape_of(pass.layer, pass.layer.ids.n_tokens, tile, int64_t(index.x_row.size()));
-    for (size_t i = 0; i < devices_.size(); i++) {
+    for (const size_t i : pass.devices) {
         DeviceStream & d = *devices_[i];
-        if (n_failures_[i] >= max_failures) continue;
         try {
             d.make_room(pass.layer, *pass.experts, shape, pass.x && pass.x->gpu == &d.gpu() ? pass.x->tensor : nullptr);
             ready.push_back(i);
@@ -332,9 +343,10 @@ RunStatus Streams::run_pass(Pass & pass, char * error) {
         if (!pass.layer.has_kernels()) return RunStatus::not_here;
         return run_moe_layer(pass.layer, pass.options, pass.work, error);
     };
-    pass.devices = devices_in_use();
+    pass.devices      = devices_in_use();
+    pass.cpu_may_help = options_.cpu_helps && (this_thread_is_first() || permit().has_cpu());
     if (pass.devices.empty() || (options_.slp == Slp::automatic && pass.layer.ids.n_tokens < min_automatic_tokens)) return on_cpu();
-    for (const auto & d : devices_) leases.emplace_back(d->lease());
+    if (!lease(pass.devices, leases)) return on_cpu();
     // Decided before any device memory is taken: most batches are short.
     Rates rates = rates_for(pass);
     if (pass.devices.empty()) return on_cpu();
@@ -384,7 +396,7 @@ RunStatus Streams::run(const MoeLayer & given, const RunOptions & options, Works
     if (!in_one && x) x->to_host();
     for (int64_t t0 = 0; t0 < layer.ids.n_tokens; t0 += per_pass) {
         const MoeLayer part = tokens_of(layer, t0, std::min(per_pass, layer.ids.n_tokens - t0));
-        Pass pass{part, experts, options, work, context.route, in_one ? x : nullptr, {}};
+        Pass pass{part, experts, options, work, context.route, in_one ? x : nullptr, {}, true};
         const RunStatus status = run_pass(pass, error);
         if (status == RunStatus::not_here) unprotect_inputs(given, layer);
         if (status != RunStatus::ok) return status;
@@ -399,6 +411,22 @@ void Streams::give_back(const Gpu & gpu, std::unique_ptr<GpuMemory> memory) {
     for (const auto & d : devices_) {
         if (&d->gpu() == &gpu) d->give_back(std::move(memory));
     }
+}
+
+bool Streams::allow(const std::vector<std::string> * devices, bool cpu, std::string & why) {
+    may_stream(min_tokens);  // opens them
+    uint64_t bits = devices ? 0 : ~uint64_t(0);
+    for (const std::string & name : devices ? *devices : std::vector<std::string>()) {
+        const auto found = std::find_if(devices_.begin(), devices_.end(), [&](const auto & d) { return d->gpu().name == name; });
+        if (found == devices_.end()) {
+            why = "nothing is streamed to a device '" + name + "'";
+            return false;
+        }
+        const size_t i = size_t(found - devices_.begin());
+        if (i < Permit::max_devices) bits |= uint64_t(1) << i;
+    }
+    permit().set(bits, cpu);
+    return true;
 }
 
 void Streams::quiesce() {

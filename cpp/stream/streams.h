@@ -24,7 +24,7 @@ struct StreamOptions {
     Slp                      slp = Slp::automatic;
     bool                     all_devices = true;
     std::vector<std::string> devices;            // by name, when not all
-    bool                     cpu_helps = true;   // hybrid split; off while decode has priority
+    bool                     cpu_helps = true;   // hybrid split
     StreamSettings           device;
 };
 
@@ -79,6 +79,11 @@ public:
     // Memory on a device of ours that a context needs no more.
     void give_back(const Gpu & gpu, std::unique_ptr<GpuMemory> memory);
 
+    // What long batches may use from now on: the devices with these names, and whether the CPU computes a part of a layer that
+    // is streamed. Null: all. Devices see it before their next expert, the CPU before its next layer. False, with the reason
+    // in `why`: nothing streams to such a device.
+    bool allow(const std::vector<std::string> * devices, bool cpu, std::string & why);
+
     // Before a model's weights go: nothing of them is read any more when it returns.
     void forget();
 
@@ -107,6 +112,7 @@ private:
     std::vector<size_t> ready_devices(const Pass & pass, const DeviceIndex & index);
     void look_ahead(const std::vector<size_t> & devices, const LayerExperts & experts, size_t n_experts);
     std::vector<size_t> devices_in_use() const;
+    bool lease(const std::vector<size_t> & devices, std::vector<std::unique_lock<std::mutex>> & leases);
     std::vector<QueuedExpert> divide(const Pass & pass, const StreamPlan & plan, const std::vector<size_t> & devices,
                                      std::vector<char> & for_cpu) const;
     // False when a device failed: the layer is the CPU's then.

@@ -16,6 +16,7 @@ struct Streams::Pass {
     Routing &                                   route;
     const DeviceInput *                         x;
     std::vector<size_t>                         devices;  // that take part
+    bool                                        cpu_may_help = true;
 };
 
 // Threads that help with a streamed layer: a core per device stays free for its uploads and submissions.

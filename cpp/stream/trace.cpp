@@ -1,6 +1,9 @@
 // The trace's file: an array of events that is valid for its readers even when the process ends in the middle.
 #include "stream/trace.h"
 
+#include "stream/json_text.h"
+#include "stream/recorder.h"
+
 #include <unistd.h>
 
 #include <atomic>
@@ -16,19 +19,13 @@
 namespace hybrid_moe {
 namespace {
 
+// Layers of smaller batches are not written to the file: every token of decode would be.
+constexpr int64_t min_traced_tokens = 32;
+
 std::atomic<FILE *>         file{nullptr};  // set before any thread of ours runs; null again when it is complete
 std::mutex                 mutex;
 std::map<std::string, int> pids;   // lanes in the viewer: one process per device, one thread per lane
 std::map<std::string, int> tids;
-
-std::string escaped(const std::string & text) {
-    std::string out;
-    for (const char c : text) {
-        if (c == '"' || c == '\\') out += '\\';
-        out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
-    }
-    return out;
-}
 
 std::string microseconds(int64_t ns) {
     const std::string digits = std::to_string(1000 + ns % 1000);
@@ -42,7 +39,7 @@ int number_of(std::map<std::string, int> & numbers, const std::string & key, boo
 }
 
 void name_it(const char * kind, int pid, int tid, const std::string & name) {
-    fprintf(file, "{\"ph\":\"M\",\"name\":\"%s\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}},\n", kind, pid, tid, escaped(name).c_str());
+    fprintf(file, "{\"ph\":\"M\",\"name\":\"%s\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":%s}},\n", kind, pid, tid, json_text(name).c_str());
 }
 
 void finish() {
@@ -67,10 +64,18 @@ std::string open_trace(const char * path) {
     return std::string();
 }
 
-bool is_tracing() { return file != nullptr; }
+bool traces_layer(int64_t n_tokens) {
+    const int64_t from = recorded_from();
+    return (from && n_tokens >= from) || (file && n_tokens >= min_traced_tokens);
+}
+
+void trace_layer(int64_t begin_ns, const char * layer, int64_t n_tokens) {
+    trace_span("layers", "layer", "layer", begin_ns, now_ns(), layer, -1, n_tokens, 0);
+}
 
 void trace_span(const std::string & process, const char * lane, const char * name, int64_t begin_ns, int64_t end_ns,
                 const std::string & layer, int64_t i_expert, int64_t n_rows, uint64_t n_bytes) {
+    if (recorded_from()) record_span(process, lane, name, begin_ns, end_ns, layer, i_expert, n_rows, n_bytes);
     if (!file) return;
     const std::lock_guard<std::mutex> lock(mutex);
     if (!file) return;
@@ -79,8 +84,8 @@ void trace_span(const std::string & process, const char * lane, const char * nam
     if (is_new) name_it("process_name", pid, 0, process);
     const int tid = number_of(tids, process + "/" + lane, is_new);
     if (is_new) name_it("thread_name", pid, tid, lane);
-    fprintf(file, "{\"ph\":\"X\",\"name\":\"%s\",\"pid\":%d,\"tid\":%d,\"ts\":%s,\"dur\":%s,\"args\":{\"layer\":\"%s\"", name,
-            pid, tid, microseconds(begin_ns).c_str(), microseconds(end_ns - begin_ns).c_str(), escaped(layer).c_str());
+    fprintf(file, "{\"ph\":\"X\",\"name\":\"%s\",\"pid\":%d,\"tid\":%d,\"ts\":%s,\"dur\":%s,\"args\":{\"layer\":%s", name,
+            pid, tid, microseconds(begin_ns).c_str(), microseconds(end_ns - begin_ns).c_str(), json_text(layer).c_str());
     if (i_expert >= 0) fprintf(file, ",\"expert\":%" PRId64, i_expert);
     fprintf(file, ",\"rows\":%" PRId64 ",\"bytes\":%" PRIu64 "}},\n", n_rows, n_bytes);
 }

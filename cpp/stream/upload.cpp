@@ -60,6 +60,11 @@ bool DeviceStream::upload_step(Lock & lock) {
         return true;
     }
     Slot * slot = free_slot();
+    const bool may_go_on = permit().has_device(i_device_);
+    if (has_job && !all_sent_ && !may_go_on && job_->queue.leave_to_others(i_worker_)) {
+        all_sent_ = true;
+        changed_.notify_all();
+    }
     if (has_job && !all_sent_) {
         const auto expert = slot ? job_->queue.take(i_worker_, seconds(now_ns())) : std::nullopt;
         if (expert) return start_fill(lock, *slot, job_->experts, *expert, false);
@@ -70,7 +75,7 @@ bool DeviceStream::upload_step(Lock & lock) {
     }
     // While experts are left that may become ours, one slot stays free for them.
     const bool has_room = slot && (!has_job || all_sent_ || n_free_slots() > 1);
-    if (next_ && !next_order_.empty() && has_room) {
+    if (next_ && !next_order_.empty() && has_room && may_go_on) {
         const int64_t expert = next_order_.front();
         next_order_.pop_front();
         return start_fill(lock, *slot, next_, expert, true);

@@ -54,7 +54,7 @@ void openmp_region(void * data) {
 constexpr std::chrono::milliseconds shortest_turn{2};
 
 struct Team {
-    Turns turns{machine().n_usable()};
+    Turns turns{machine().n_usable(), machine().n_cores};
     Pool  pool;
 };
 
@@ -124,7 +124,7 @@ int team_capacity() { return team().turns.capacity(); }
 void set_team_capacity(int n_threads) { team().turns.set_capacity(n_threads < 1 ? 1 : n_threads); }
 
 bool Turn::is_over() const {
-    return team().turns.somebody_waits() && std::chrono::steady_clock::now() - began_ >= shortest_turn;
+    return gives_way_ && team().turns.somebody_waits() && std::chrono::steady_clock::now() - began_ >= shortest_turn;
 }
 
 const char * team_provider() { return current() == Provider::openmp ? "openmp" : "pool"; }

@@ -23,11 +23,14 @@ void set_team_capacity(int n_threads);
 
 // A region that may last long asks, between pieces of its work, whether its turn is over: others wait, and it has run for
 // a while. It then returns from run_team with the rest of its work undone, and calls it again: behind the others.
+// One that does not give way is never over: two batches of tokens that interrupt each other would both end late.
 class Turn {
 public:
+    explicit Turn(bool gives_way = true) : gives_way_(gives_way) {}
     bool is_over() const;
 
 private:
+    bool gives_way_;
     std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
 };
 

@@ -7,7 +7,7 @@ void Turns::enter(int n_threads) {
     std::unique_lock<std::mutex> lock(mutex_);
     const uint64_t ticket = next_ticket_++;
     const auto may_enter = [&] {
-        return ticket == serving_ && (n_active_ == 0 || n_active_ + n_threads <= capacity());
+        return ticket == serving_ && (n_active_ == 0 || n_active_ + n_threads <= room_.load(std::memory_order_relaxed));
     };
     if (!may_enter()) {
         n_waiting_.fetch_add(1, std::memory_order_relaxed);

@@ -1,7 +1,7 @@
 // Who may compute now, when several contexts of a process want the same CPUs. Starts no threads.
 //
-// Regions that fit beside each other run beside each other (a host that gave each of two contexts half of the cores has
-// divided them on purpose); others wait for their turn, first come, first served. Sharing the threads of one region
+// Regions that fit beside each other on physical cores run beside each other (a host that gave each of two contexts half of
+// the cores has divided them on purpose); others wait for their turn, first come, first served. Sharing the threads of one region
 // instead would not shorten anything: expert layers are bound by memory bandwidth or by multiply-adds, both of which one
 // region uses up, and more threads than CPUs wait for each other's time slices. What a queue could do wrong is let a
 // token wait behind a long prompt, so long regions offer their place between tiles (Turn::is_over).
@@ -17,15 +17,19 @@ namespace hybrid_moe {
 
 class Turns {
 public:
-    explicit Turns(int capacity) : capacity_(capacity) {}
+    // `capacity`: threads that a region may have. `room`: those of several regions that may run at once, at most as many.
+    Turns(int capacity, int room) : capacity_(capacity), room_(room < capacity ? room : capacity) {}
 
-    // Waits until n_threads more threads fit, or until nobody else computes. Returns behind all who came before.
+    // Waits until n_threads more threads have room, or until nobody else computes. Returns behind all who came before.
     void enter(int n_threads);
     void leave(int n_threads);
 
     bool somebody_waits() const { return n_waiting_.load(std::memory_order_relaxed) > 0; }
     int capacity() const { return capacity_.load(std::memory_order_relaxed); }
-    void set_capacity(int n) { capacity_.store(n, std::memory_order_relaxed); }
+    void set_capacity(int n) {  // and the room, for tests
+        capacity_.store(n, std::memory_order_relaxed);
+        room_.store(n, std::memory_order_relaxed);
+    }
 
 private:
     std::mutex              mutex_;
@@ -35,6 +39,7 @@ private:
     int                     n_active_    = 0;  // threads of the regions that run
     std::atomic<int>        n_waiting_{0};
     std::atomic<int>        capacity_;
+    std::atomic<int>        room_;
 };
 
 // Passes through the door and back.

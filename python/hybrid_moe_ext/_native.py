@@ -18,9 +18,11 @@ import llama_cpp.llama_cpp as C
 
 from .errors import OptionError, PluginError
 from .options import ENV_PREFIX, Options, origin
+from .patched import check as check_llama
+from .patched.source import RELEASE
 
 DEVICE = "HybridMoE"
-PINNED_LLAMA_CPP_PYTHON = "0.3.36"
+PINNED_LLAMA_CPP_PYTHON = RELEASE
 
 _lock = threading.Lock()
 # Options that the plug-in reads once, when it is loaded: those it tells back, and those of streaming.
@@ -104,6 +106,11 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "hybrid_moe_choose_experts_memory": (ctypes.c_int, [ctypes.c_char_p]),
     "hybrid_moe_copies": (ctypes.c_char_p, []),
     "hybrid_moe_stream_report": (ctypes.c_char_p, []),
+    "hybrid_moe_record": (None, [ctypes.c_int64]),
+    "hybrid_moe_recorded": (ctypes.c_char_p, [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]),
+    "hybrid_moe_stream_allow": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_int]),
+    "hybrid_moe_stream_first": (None, [ctypes.c_int]),
+    "hybrid_moe_pretend_cpu": (None, [ctypes.c_void_p]),
     "hybrid_moe_table_new": (ctypes.c_void_p, [ctypes.c_int]),
     "hybrid_moe_table_add_file": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p]),
     "hybrid_moe_table_add_tensor": (ctypes.c_int, [ctypes.c_void_p, ctypes.POINTER(ExpertTensorC)]),
@@ -192,6 +199,7 @@ def register(options: Options | None = None) -> Status:
     when `options` or the environment ask for something unknown, or for kernels other than the loaded ones.
     """
     options = options or Options.resolve()
+    check_llama()
     lib = library()
     _check_isa(options, lib)
     with _lock:
@@ -279,6 +287,17 @@ def counters() -> Counters:
     out = (ctypes.c_uint64 * 6)()
     library().hybrid_moe_counters(out)
     return Counters(*out)
+
+
+def allow_streaming(devices: bytes | None, cpu_may_help: bool) -> None:
+    """What long batches of this process may use from now on: of the devices that stream those named, such as b"CUDA0,CUDA1"
+    (None: all), and whether the CPU computes a part. Raises PluginError for a device that nothing streams to."""
+    check(library().hybrid_moe_stream_allow(devices, int(cpu_may_help)))
+
+
+def put_this_thread_first() -> None:
+    """Its batches wait for no device that others stream to, and allow_streaming does not bind them."""
+    library().hybrid_moe_stream_first(1)
 
 
 class ExpertTable:

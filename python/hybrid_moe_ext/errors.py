@@ -5,6 +5,7 @@
     │   └── UnsupportedModelError        it may be fine, but this version does not know how to run it
     ├── PluginError                      the plug-in library or its host library is missing, too old or refused to work
     ├── OptionError (ValueError)         a misspelt option or a value outside its range
+    ├── BuildError                       llama.cpp could not be built with our patches
     └── EngineError                      the engine cannot go on with a request, or at all
         ├── RequestError (ValueError)    a request that cannot be served as it is: its prompt, limits, grammar or sampling
         ├── EngineBusy                   the queue is full: try again later
@@ -35,6 +36,14 @@ class PluginError(HybridMoeError):
 
 class OptionError(HybridMoeError, ValueError):
     """An unknown option, or a value outside its range."""
+
+
+class BuildError(HybridMoeError):
+    """llama.cpp could not be built with our patches. `log_tail`: what the failed program said last, if one failed."""
+
+    def __init__(self, message: str, log_tail: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.log_tail = log_tail
 
 
 class EngineError(HybridMoeError):

@@ -49,8 +49,8 @@ def find_gpus() -> list[Gpu]:
     ]
 
 
-def choose_gpus(devices: str) -> list[Gpu]:
-    """What the option `devices` names, in ggml's order, as the plug-in takes them. Raises OptionError for unknown ones."""
+def choose_gpus(devices: str, option: str = "devices") -> list[Gpu]:
+    """What that option's value names, in ggml's order, as the plug-in takes them. Raises OptionError for unknown ones."""
     if devices == "none":
         return []
     there = find_gpus()
@@ -64,19 +64,19 @@ def choose_gpus(devices: str) -> list[Gpu]:
                 if there
                 else "this host has none: leave it out, or install a llama-cpp-python built for your GPU"
             )
-            raise OptionError(f"{origin('devices', devices)}={devices!r}: there is no GPU device {name!r}; {rest}")
+            raise OptionError(f"{origin(option, devices)}={devices!r}: there is no GPU device {name!r}; {rest}")
     return [gpu for gpu in there if gpu.name in names]
 
 
-def device_option(devices: Any) -> str | None:
-    """The option `devices` as `Options` has it, from a list of names or a string."""
+def device_option(devices: Any, option: str = "devices") -> str | None:
+    """That option as `Options` has it, from a list of names or a string."""
     if devices is None or isinstance(devices, str):
         return devices
     names = list(devices) if isinstance(devices, Iterable) else [devices]
     for name in names:
         if not isinstance(name, str) or not name.strip() or "," in name:
             raise OptionError(
-                f"devices={devices!r}: {name!r} is no device's name: give a list such as ['CUDA0', 'CUDA1']"
+                f"{option}={devices!r}: {name!r} is no device's name: give a list such as ['CUDA0', 'CUDA1']"
             )
     return ",".join(names) if names else "none"
 

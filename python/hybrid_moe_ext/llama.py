@@ -36,6 +36,7 @@ class Llama(llama_cpp.Llama):
     With a GPU in this process's ggml, long prompts stream the experts to it: `devices` (["CUDA0", "CUDA1"], "auto" or
     "none") and `slp` ("auto", "on", "off") choose. Then everything but the experts goes to these GPUs, and
     `n_gpu_layers`, `n_batch`, `n_ubatch` and `flash_attn` get values that suit, unless they are given; `placement` says which.
+    `layer_devices` (like `devices`) puts layers on fewer GPUs than experts are streamed to.
 
     More options of our own: `dense_type` ("bf16", "q8_0", "f32": what a directory's other weights are loaded as), `isa`,
     `team`, `pin`, `experts_memory` and those of streaming (see `hybrid_moe_ext.Options`), and `progress`, a function that
@@ -53,18 +54,16 @@ class Llama(llama_cpp.Llama):
         path = os.fspath(model_path)
         ours = dict(self._our_options)
         progress = ours.pop("progress", None)
-        if "devices" in ours:
-            ours["devices"] = device_option(ours["devices"])
-        chosen = Options.resolve(**ours)
-        choose_gpus(chosen.devices)  # a name that is not there must not become the process's choice
-        self.status = _native.register(chosen)
-        chosen = _native.loaded_options(chosen)
-        gpus = choose_gpus(chosen.devices)
+        chosen, self.status, gpus = prepare(ours)
         loader = ModelLoader(path, chosen, use_mmap=options.get("use_mmap", True), progress=progress)
         if loader.is_directory and options.get("use_mlock"):
             raise OptionError("use_mlock does not work with a Hugging Face directory yet: leave it out")
         self._given = [name for name in options if name in _CHOSEN]
         placer, why = _placer(loader, path, chosen, gpus, options)
+        if placer is None and chosen.layer_devices != "auto":
+            raise OptionError(
+                f"layer_devices={chosen.layer_devices!r} says where layers lie when experts are streamed, and {why}: leave it out"
+            )
         try:
             with self._placed_by(loader, placer):
                 super().__init__(path, **options)
@@ -109,6 +108,20 @@ class Llama(llama_cpp.Llama):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__() | self._our_options
         return {name: value for name, value in state.items() if name not in _CHOSEN or name in self._given}
+
+
+def prepare(ours: dict[str, Any]) -> tuple[Options, _native.Status, list[Gpu]]:
+    """Loads the plug-in. Returns our options as they hold in this process, what runs, and the GPUs that experts stream to."""
+    ours = dict(ours)
+    for name in ("devices", "layer_devices"):
+        if name in ours:
+            ours[name] = device_option(ours[name], name)
+    chosen = Options.resolve(**ours)
+    choose_gpus(chosen.devices)  # a name that is not there must not become the process's choice
+    choose_gpus(chosen.layer_devices, "layer_devices")
+    status = _native.register(chosen)
+    chosen = _native.loaded_options(chosen)
+    return chosen, status, choose_gpus(chosen.devices)
 
 
 def _placer(

@@ -69,6 +69,12 @@ class Options:
         "GPU devices that experts are streamed to, such as CUDA0,CUDA1; auto: all",
         lambda text: bool(text.strip(", ")) and all(name.strip() not in ("auto", "none") for name in text.split(",")),
     )
+    layer_devices: str = _option(
+        "auto",
+        ("auto", "NAME,..."),
+        "GPU devices that layers without their experts lie on; auto: those that experts are streamed to",
+        lambda text: bool(text.strip(", ")) and all(name.strip() not in ("auto", "none") for name in text.split(",")),
+    )
     cpu_help: str = _option(
         "auto", ("auto", "off"), "the CPU computes a part of a streamed layer's experts where that ends it sooner"
     )
@@ -131,10 +137,12 @@ def origin(name: str, value: str) -> str:
     return variable if os.environ.get(variable) == value else name
 
 
-# Variables that are no options of a model: a host newer than tried, another build of the plug-in, counters at exit, a trace.
+# Variables that are no options of a model: a host newer than tried, another build of the plug-in, which llama.cpp this process
+# loads (patched/choice.py), counters at exit, a trace.
 _OTHER_VARIABLES = (
     "HYBRID_MOE_UNTESTED_HOST",
     "HYBRID_MOE_LIBRARY",
+    "HYBRID_MOE_LLAMA",
     "HYBRID_MOE_STATS",
     "HYBRID_MOE_TRACE",
     "HYBRID_MOE_AVX512_RUNNER",

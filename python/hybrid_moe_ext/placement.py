@@ -18,7 +18,7 @@ from . import seam
 from ._native import ggml_function
 from .errors import OptionError
 from .expert_size import ExpertSize
-from .gpus import Gpu
+from .gpus import Gpu, choose_gpus, find_gpus
 from .loading import BufferOverrides, point
 from .options import Options
 
@@ -42,18 +42,20 @@ _EXPERTS = rb"\.ffn_(up|down|gate|gate_up)_(ch)?exps\."
 class Placement:
     """What was chosen for one model. `n_gpu_layers` -1: all layers; `flash_attention` "auto": where the device has it."""
 
-    devices: tuple[str, ...]  # that experts are streamed to, and layers lie on; empty: everything is as without a GPU
+    devices: tuple[str, ...]  # that experts are streamed to; empty: everything is as without a GPU
     n_gpu_layers: int
     n_batch: int
     n_ubatch: int
     flash_attention: str  # "auto", "on" or "off"
     why: str
+    layer_devices: tuple[str, ...] = ()  # that layers lie on
 
     def __str__(self) -> str:
         if not self.devices:
             return f"no experts are streamed: {self.why}"
+        where = "there" if self.layer_devices == self.devices else f"on {', '.join(self.layer_devices)}"
         there = (
-            f"{_layers(self.n_gpu_layers)} without their experts there"
+            f"{_layers(self.n_gpu_layers)} without their experts {where}"
             if self.n_gpu_layers
             else "all layers on the CPU"
         )
@@ -69,6 +71,9 @@ class Placer:
     def __init__(self, gpus: list[Gpu], experts: ExpertSize, options: Options, given: dict[str, Any]):
         """`given`: what the caller of llama_cpp.Llama gave, by name."""
         self._gpus = gpus
+        self._layer_gpus = (
+            gpus if options.layer_devices == "auto" else choose_gpus(options.layer_devices, "layer_devices")
+        )
         self._experts = experts
         self._options = options
         self._given = given
@@ -83,8 +88,8 @@ class Placer:
         host_memory = ggml_function("ggml_backend_cpu_buffer_type", ctypes.c_void_p, [])()
         self._kept = [BufferOverrides(params, _EXPERTS, host_memory)]
         # By default llama.cpp chooses: it knows which devices are one GPU seen by two back ends.
-        if self._options.devices != "auto":
-            self._point_at(self._gpus, params)
+        if self._options.devices != "auto" or self._options.layer_devices != "auto":
+            self._point_at(self._layer_gpus, params)
         if "n_gpu_layers" in self._given:
             return load(params)
         n = self._experts.n_layer
@@ -95,11 +100,11 @@ class Placer:
                 return None
             if model is not None and self._has_room(model, context_params):
                 if n_layers >= 0:
-                    self._why.append(f"more layers do not fit on {self._names()}")
+                    self._why.append(f"more layers do not fit on {_names(self._layer_gpus)}")
                 return model
             if model is not None:
                 C.llama_model_free(model)
-        self._why.append(f"no room for llama.cpp's buffers on {self._names()}")
+        self._why.append(f"no room for llama.cpp's buffers on {_names(self._layer_gpus)}")
         self._point_at([], params)
         return load(params)
 
@@ -110,7 +115,7 @@ class Placer:
 
     def _may_lack_memory(self) -> bool:
         """A load that failed although memory is plenty fails with fewer layers as well."""
-        return 2 * self._experts.dense_bytes > sum(gpu.memory()[0] for gpu in self._gpus)
+        return 2 * self._experts.dense_bytes > sum(gpu.memory()[0] for gpu in self._layer_gpus)
 
     def _has_room(self, model: Any, params: Any) -> bool:
         trial = type(params).from_buffer_copy(params)
@@ -134,8 +139,8 @@ class Placer:
         if context is None:
             raise OptionError(
                 f"llama.cpp cannot make a context of n_ctx={params.n_ctx} for {params.n_ubatch} tokens per pass with "
-                f"{_layers(self._given.get('n_gpu_layers', -1))} on {self._names()}: choose a smaller n_ctx, fewer n_gpu_layers "
-                "or a smaller n_ubatch, or devices=[] to leave the GPUs alone"
+                f"{_layers(self._given.get('n_gpu_layers', -1))} on {_names(self._layer_gpus)}: choose a smaller n_ctx, fewer "
+                "n_gpu_layers or a smaller n_ubatch, or devices=[] to leave the GPUs alone"
             )
         return context
 
@@ -144,7 +149,7 @@ class Placer:
         devices = self._with_room(self._able, FEWEST_TOKENS)
         n = self._most(model, params)
         if not devices:
-            self._why.append(f"hardly room for experts on {self._names()}")
+            self._why.append(f"hardly room for experts on {_names(self._gpus)}")
             n = min(n, FEWEST_TOKENS)
         good, bad = 0, 0
         context = None
@@ -213,9 +218,6 @@ class Placer:
         share = 0.8 if self._options.vram_share == "auto" else float(self._options.vram_share)
         return [gpu for gpu in gpus if gpu.memory()[0] * share >= batch + ring]
 
-    def _names(self) -> str:
-        return ", ".join(gpu.name for gpu in self._gpus)
-
     # --- afterwards
 
     def placement(self, model_params: Any, context_params: Any) -> Placement:
@@ -230,6 +232,7 @@ class Placer:
             n_ubatch=context_params.n_ubatch,
             flash_attention=flash.get(context_params.flash_attn_type, "off"),
             why="; ".join(why),
+            layer_devices=tuple(gpu.name for gpu in self._layer_gpus),
         )
 
 
@@ -242,6 +245,10 @@ def _next(good: int, bad: int) -> int:
     step = max(FEWEST_TOKENS // 2, bad // 8)
     middle = (good + bad) // 2 // 256 * 256
     return middle if bad - good > step and good < middle < bad else 0
+
+
+def _names(gpus: list[Gpu]) -> str:
+    return ", ".join(gpu.name for gpu in gpus)
 
 
 def _layers(n: int) -> str:
@@ -260,3 +267,8 @@ def nothing_streams(why: str, model_params: Any, context_params: Any) -> Placeme
         "on" if is_flash else "off",
         why,
     )
+
+
+def attention_on_gpu(placement: Placement) -> bool:
+    """Whether layers lie on a GPU, with experts streamed or not."""
+    return placement.n_gpu_layers != 0 and bool(find_gpus())

@@ -128,8 +128,42 @@ void a_short_region_does_not_wait_for_a_long_one() {
     expect(n_turns.load() >= 2, "the long one took several turns");
 }
 
+void one_that_does_not_give_way_is_done_in_one_turn() {
+    set_team_capacity(2);
+    Long work;
+    work.turn = Turn(false);
+    std::atomic<bool> came_after{false};
+    std::thread other([&] {
+        while (work.pieces.load() < 4) std::this_thread::yield();
+        Region region;
+        region.expected = 2;
+        run_team(2, visit, &region);
+        came_after = work.pieces.load() >= n_pieces;
+    });
+    run_team(2, piece_by_piece, &work);
+    const int n_done = work.pieces.load();
+    other.join();
+    expect(n_done >= n_pieces && came_after.load(), "the region that waited came after the whole of the other one");
+}
+
+void siblings_are_no_room() {
+    Turns turns(4, 2);  // two cores of two threads each
+    turns.enter(2);
+    std::atomic<bool> is_in{false};
+    std::thread other([&] {
+        turns.enter(2);
+        is_in = true;
+        turns.leave(2);
+    });
+    while (!turns.somebody_waits()) std::this_thread::yield();
+    expect(!is_in.load(), "it waits, though there are CPUs");
+    turns.leave(2);
+    other.join();
+    expect(is_in.load() && turns.capacity() == 4, "its turn comes, and regions may be as large as before");
+}
+
 void first_come_first_served() {
-    Turns turns(2);
+    Turns turns(2, 2);
     std::vector<int> order;
     std::mutex mutex;
     turns.enter(2);
@@ -232,6 +266,8 @@ int main(int n_arguments, char **) {
     two_contexts_never_exceed_the_capacity(4, 2, 4);
     a_team_is_no_larger_than_the_capacity();
     a_short_region_does_not_wait_for_a_long_one();
+    one_that_does_not_give_way_is_done_in_one_turn();
+    siblings_are_no_room();
     first_come_first_served();
     workers_are_pinned_where_the_mode_says();
     // ThreadSanitizer's runtime does not survive a fork of a process with threads: that test runs without it.

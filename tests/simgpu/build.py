@@ -23,12 +23,12 @@ def library(folder: Path) -> Path:
     Skips where nothing can be built."""
     if chosen := os.environ.get("LIBGGML_SIMGPU"):
         return Path(chosen)
-    built = _build(folder)
+    built = build_in(folder)
     return built if isinstance(built, Path) else pytest.skip(built)
 
 
 @cache
-def _build(folder: Path) -> Path | str:
+def build_in(folder: Path) -> Path | str:
     """The library, or why it cannot be built here."""
     if not shutil.which("cmake") or not (shutil.which("c++") or os.environ.get("CXX")):
         return "no CMake or no C++ compiler on this machine"

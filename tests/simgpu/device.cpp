@@ -1,4 +1,5 @@
 // Devices and the registry as ggml sees them.
+#include "experts.h"
 #include "fp8.h"
 #include "handles.h"
 #include "memory.h"
@@ -104,8 +105,8 @@ const ggml_backend_device_i device_interface = {
 };
 
 const char * reg_name(ggml_backend_reg_t) { return "SimGPU"; }
-size_t device_count(ggml_backend_reg_t) { return n_devices(); }
-ggml_backend_dev_t get_device(ggml_backend_reg_t, size_t i) { return handle_of(device_at(i)); }
+size_t device_count(ggml_backend_reg_t) { return n_devices() + (settings().takes_experts ? 1 : 0); }
+ggml_backend_dev_t get_device(ggml_backend_reg_t, size_t i) { return i < n_devices() ? handle_of(device_at(i)) : experts_handle(); }
 
 void * get_proc_address(ggml_backend_reg_t, const char * name) {
     if (!strcmp(name, "simgpu_stats")) return reinterpret_cast<void *>(simgpu_stats);

@@ -79,6 +79,7 @@ const std::vector<MachineOption> & machine_options() {
         {"SIMGPU_THREADS", "1 to 256", [](auto & t, auto & s) { return between(t, 1, 256, s.n_threads); }},
         {"SIMGPU_PAGEABLE_BLOCKS", "0 or 1", [](auto & t, auto & s) { return flag(t, s.pageable_blocks); }},
         {"SIMGPU_FP8", "0 or 1", [](auto & t, auto & s) { return flag(t, s.expands_fp8); }},
+        {"SIMGPU_EXPERTS", "0 or 1", [](auto & t, auto & s) { return flag(t, s.takes_experts); }},
         {"SIMGPU_PINNED_SHARED", "0 or 1", [](auto & t, auto & s) { return flag(t, s.pinned_shared); }},
         {"SIMGPU_CPU_GBPS", "a number above 0", [](auto & t, auto & s) { return positive(t, s.cpu_gbps); }},
         {"SIMGPU_CPU_TFLOPS", "a number above 0", [](auto & t, auto & s) { return positive(t, s.cpu_tflops); }},
@@ -177,6 +178,9 @@ std::string read_settings() {
         const char * value = getenv(option.name);
         if (!sentence.empty() || !value || !*value) continue;
         if (!option.parse(value, current)) sentence = refusal(option.name, value, option.rule);
+    }
+    if (sentence.empty() && current.takes_experts && current.moves_bytes) {
+        sentence = refusal("SIMGPU_EXPERTS", "1", "SIMGPU_MODE=timing beside it: experts are charged and not computed");
     }
     if (!sentence.empty()) return sentence;
     current.devices.assign(size_t(current.n_devices), DeviceSettings());

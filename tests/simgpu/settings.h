@@ -52,6 +52,7 @@ struct Settings {
     bool    pageable_blocks = true;  // an async copy of pageable memory returns when it is done, as drivers have it
     bool    pinned_shared   = false;  // host memory pinned by one device is pinned for all
     bool    expands_fp8     = false;  // offers to make BF16 of FP8 codes
+    bool    takes_experts   = false;  // offers a device that charges the CPU stage for experts
     double  cpu_gbps        = 100;  // of the timing-only expert stage
     double  cpu_tflops      = 2;
     std::vector<DeviceSettings> devices;

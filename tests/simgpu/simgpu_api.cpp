@@ -1,6 +1,7 @@
 // The books as JSON, and the CPU stage.
 #include "simgpu_api.h"
 
+#include "cpu_stage.h"
 #include "sim_device.h"
 
 #include <algorithm>
@@ -9,12 +10,19 @@
 #include <utility>
 
 namespace simgpu {
-namespace {
 
-Engine & cpu() {
+Engine & cpu_stage() {
     static Engine & engine = *new Engine;
     return engine;
 }
+
+double cpu_stage_ns(double n_read, double n_rows, double n_bytes, double bits_per_weight) {
+    const double memory_ns  = n_read * n_bytes / settings().cpu_gbps;
+    const double compute_ns = 2.0 * n_rows * n_bytes * 8 / bits_per_weight / (settings().cpu_tflops * 1e3);
+    return std::max(memory_ns, compute_ns);
+}
+
+namespace {
 
 using Fields = std::initializer_list<std::pair<const char *, int64_t>>;
 
@@ -91,7 +99,7 @@ const char * simgpu_stats(void) {
         if (i) text += ", ";
         text += describe(device_at(i));
     }
-    text += "], \"cpu\": {" + times(cpu().account()) + "}}";
+    text += "], \"cpu\": {" + times(cpu_stage().account()) + "}}";
     return text.c_str();
 }
 
@@ -102,20 +110,17 @@ void simgpu_reset_stats(void) {
         empty(d.up_bytes);
         empty(d.down_bytes);
     }
-    cpu().reset();
+    cpu_stage().reset();
 }
 
 int64_t simgpu_cpu_expert_ns(int64_t n_rows, size_t expert_bytes, double bits_per_weight) {
     if (n_rows < 0 || !(bits_per_weight > 0)) return -1;
     if (n_rows == 0) return 0;
-    const double n_weights  = double(expert_bytes) * 8 / bits_per_weight;
-    const double memory_ns  = double(expert_bytes) / settings().cpu_gbps;
-    const double compute_ns = 2.0 * double(n_rows) * n_weights / (settings().cpu_tflops * 1e3);
-    return std::llround(std::max(memory_ns, compute_ns));
+    return std::llround(cpu_stage_ns(1, double(n_rows), double(expert_bytes), bits_per_weight));
 }
 
 int64_t simgpu_cpu_expert(int64_t n_rows, size_t expert_bytes, double bits_per_weight) {
     const int64_t ns = simgpu_cpu_expert_ns(n_rows, expert_bytes, bits_per_weight);
-    if (ns > 0) sleep_until(cpu().charge(now_ns(), ns, nullptr));
+    if (ns > 0) sleep_until(cpu_stage().charge(now_ns(), ns, nullptr));
     return ns;
 }

@@ -31,8 +31,8 @@ SCALES_AT = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,)}
 N_BLOCKS = 4099
 # How far an engine's layer may be from float64, as NMSE: activations are rounded to what the type is multiplied in, twice in a
 # layer. Measured on 2 and 32 rows of the three shapes: F32 and exact kernels 7e-13, F16 2e-7, BF16 1e-5, torch 5e-5, int8 sums
-# 1e-4 (Q8_0) to 8e-4 (Q4_K).
-TOLERANCE = {"F32": 1e-10, "FP8": 1e-4, "F16": 1e-5, "BF16": 1e-4, "torch": 1e-3} | dict.fromkeys(QUANTISED, 5e-3)
+# 1e-4 (Q8_0) to 8e-4 (Q4_K); on one row of random Q4_K 1e-2, where stock's result is the same to 1e-8.
+TOLERANCE = {"F32": 1e-10, "FP8": 1e-4, "F16": 1e-5, "BF16": 1e-4, "torch": 1e-3} | dict.fromkeys(QUANTISED, 3e-2)
 SHAPES = {
     "deepseek": Shape(7168, 2048, 32, 8),
     "qwen3-30b": Shape(2048, 768, 128, 8),

@@ -20,6 +20,7 @@ from ..info import describe_model
 from ..machine import default_threads
 from ..options import Options
 from .bench_app import bench
+from .build_llama import register as register_build_llama
 from .convert import run as run_convert
 from .fits import Request as FitsRequest
 from .fits import info_section
@@ -29,6 +30,7 @@ from .generate import Request, Result
 from .generate import run as generate
 from .gpus import gpu_facts, gpu_lines
 from .info_text import info_lines
+from .llama_text import llama_facts, llama_lines
 from .serve import register as register_serve
 from .terminal import note, set_log, write
 
@@ -121,19 +123,35 @@ def run(
 
 
 app.add_typer(bench, name="bench")
+register_build_llama(app)
 
 
 @app.command()
-def info(model: Model, as_json: Json = False) -> None:
-    """Architecture, layers, experts, types and sizes per part, and what would run where. Reads headers only."""
+def info(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A GGUF file or a Hugging Face directory; without: llama.cpp."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Architecture, experts, types and sizes per part, what would run where, and on which llama.cpp. Reads headers only."""
     options = Options.resolve()  # a misspelt variable is an error here too
+    llama = llama_facts()
+    if model is None:
+        write((json.dumps(llama) if as_json else "\n".join(llama_lines(llama))) + "\n")
+        return
     described = describe_model(model)
     fits = info_section(model) if described.n_expert else None
     gpus = gpu_facts(described, options)
     if as_json:
-        write(json.dumps(described.as_dict() | gpus | ({"fits": fits["answer"]} if fits else {})) + "\n")
+        write(json.dumps(described.as_dict() | gpus | llama | ({"fits": fits["answer"]} if fits else {})) + "\n")
         return
-    write("\n".join([*info_lines(described), *gpu_lines(described, gpus), *(fits["lines"] if fits else ())]) + "\n")
+    write(
+        "\n".join(
+            [*info_lines(described), *gpu_lines(described, gpus), *llama_lines(llama), *(fits["lines"] if fits else ())]
+        )
+        + "\n"
+    )
 
 
 @app.command()

@@ -1,17 +1,20 @@
-"""The benchmarks' commands and their flags. What they do is in bench.py and bench_stream.py."""
+"""The benchmarks' commands and their flags. What they do is in bench.py, bench_stream.py and bench_engine.py."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ..bench.engine import EngineRequest
 from ..machine import default_threads
 from ..options import Options
 from . import bench as run_bench
+from . import bench_engine as run_engine
 from . import bench_stream as run_stream
-from .flags import Json, Threads, Verbose, with_options
+from .flags import Json, Model, Threads, Verbose, with_engine_options, with_options
 from .terminal import set_log
 
 bench = typer.Typer(help="Benchmarks: validate, then time, next to stock ggml in the same run.", rich_markup_mode=None)
@@ -136,3 +139,51 @@ def bench_streaming(
         cpu, not unchecked, Options.resolve(None, **options),
     )  # fmt: skip
     run_stream.stream(request, out)
+
+
+@bench.command("engine")
+@with_options
+@with_engine_options(without=("n_threads",))
+def bench_serving(
+    model: Model,
+    options: dict[str, str | None],
+    sizes: dict[str, Any],
+    requests: Annotated[int, typer.Option("-n", "--requests", help="How many come.")] = 16,
+    rate: Annotated[float, typer.Option(help="How many per second, on average; inf: all at once.")] = 1.0,
+    mix: Annotated[
+        str,
+        typer.Option(
+            help="What comes: PROMPT:OUTPUT@WEIGHT,... in tokens, each a number or FROM-TO. Most are short here, one in ten long."
+        ),
+    ] = "32-256:32-96@9,2048-3072:32@1",
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and prompts.")] = 0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help='Play this file instead: lines {"at_s", "max_tokens", "prompt_tokens" or "prompt"}.'),
+    ] = None,
+    save_trace: Annotated[
+        Path | None, typer.Option(help="Write what is played to this file, in token ids, for --trace.")
+    ] = None,
+    engines: Annotated[
+        str,
+        typer.Option(
+            help="Which of ours: auto (as it decides), worker, chunked (with and without a prefill worker), serve (over HTTP)."
+        ),
+    ] = "auto,worker,chunked",
+    peer: Annotated[
+        Path | None, typer.Option(help="llama.cpp's llama-server, to be timed beside them on the same requests.")
+    ] = None,
+    peer_args: Annotated[str, typer.Option(help="More arguments for it.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 3,
+    threads: Threads = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Requests that arrive over time: TTFT, TPOT, stalls, throughput, goodput, next to llama-server."""
+    load = run_engine.entries(run_engine.Load(trace, requests, rate, mix, seed))
+    set_log(verbose)
+    request = EngineRequest(
+        model, load, run_engine.words(engines, "--engines"), peer, rounds, seed, threads or default_threads(), sizes,
+        Options.resolve(None, **options), shlex.split(peer_args),
+    )  # fmt: skip
+    run_engine.engine(request, save_trace, as_json)

@@ -1,17 +1,14 @@
-"""`hybrid-moe convert`: the progress bar, the signals and the report around hybrid_moe_ext.convert."""
+"""`hybrid-moe convert`: the progress bar and the report around hybrid_moe_ext.convert."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ..checkpoint.trailer import VERSION_KEY
 from ..convert import convert, parse_size
 from ..info import read_gguf_header
+from .signals import termination_as_interrupt
 from .terminal import note, progress_bar, write
 
 FP8_NOTE = (
@@ -23,7 +20,7 @@ FP8_NOTE = (
 def run(directory: str, out: Path, dense_type: str, split_max_size: str | None, force: bool) -> None:
     limit = None if split_max_size is None else parse_size(split_max_size)
     started = time.perf_counter()
-    with progress_bar("converting") as progress, _termination_as_interrupt():
+    with progress_bar("converting") as progress, termination_as_interrupt():
         paths = convert(directory, out, dense_type, limit, force, progress)
     seconds = time.perf_counter() - started
     for path in paths:
@@ -32,18 +29,3 @@ def run(directory: str, out: Path, dense_type: str, split_max_size: str | None, 
     note(f"{n_bytes / 1e9:.2f} GB in {seconds:.1f} s, {n_bytes / 1e9 / seconds:.2f} GB/s")
     if VERSION_KEY in read_gguf_header(paths[0]).fields:
         note(FP8_NOTE)
-
-
-@contextlib.contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """Being terminated or hung up on removes the unfinished file, as Ctrl-C does."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    old = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
 
+from ..engine import EngineOptions
 from ..options import Options
 
 
@@ -31,6 +33,35 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     wrapper.__annotations__ = {p.name: p.annotation for p in keywords}
     del wrapper.__wrapped__  # typer would look through to the command's own signature
     return wrapper
+
+
+def with_engine_options(without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds a flag per field of EngineOptions; the command gets all of them as one dict, `sizes`."""
+    flags = [f for f in fields(EngineOptions) if f.name not in without]
+
+    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def wrapper(**given: Any) -> None:
+            sizes = {f.name: f.default for f in fields(EngineOptions)} | {f.name: given.pop(f.name) for f in flags}
+            command(**given, sizes=sizes)
+
+        parameters = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "sizes"]
+        for f in flags:
+            kind: Any = {"int": int, "float": float, "str": str}[str(f.type)]
+            names = ("-c", "--ctx") if f.name == "n_ctx" else ()
+            metavar = "|".join(f.metadata.get("choices", ())) or None
+            option = typer.Option(*names, "--" + f.name.replace("_", "-"), metavar=metavar, help=f.metadata["help"])
+            annotation = Annotated[kind, option]
+            parameters.append(
+                inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=annotation)
+            )
+        wrapper.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+        )
+        del wrapper.__wrapped__
+        return wrapper
+
+    return wrap
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file or a Hugging Face directory.")]

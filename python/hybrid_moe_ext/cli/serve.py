@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
+from .._native import load_named_backend
 from ..engine import Engine, EngineOptions
-from ..errors import HybridMoeError, OptionError
+from ..errors import HybridMoeError, OptionError, PluginError
 from ..server import ServerOptions, require_packages
 from .terminal import last_errors, note, progress_bar, set_log
 
@@ -42,7 +43,7 @@ def serve(
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show llama.cpp's log.")] = False,
 ) -> None:
-    """Serve OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /health, /metrics."""
+    """Serve OpenAI's API: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics; a page at /."""
     require_packages()
     from ..server.app import create_app
     from ..server.metrics import Metrics
@@ -62,10 +63,14 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{bound.getsockname()[1]}"
         ready = f"serving {name} at {address}/v1, {engine.n_ctx} tokens of context; Ctrl-C or SIGTERM ends it"
-        Server(create_app(engine, server_options, metrics), server_options, lambda: note(ready)).run_on(bound)
+        gpus = f"\n{engine.split_gpus}" if engine.llama.placement.devices else ""
+        lines = f"{ready}{gpus}\n{engine.dual_batch}"
+        Server(create_app(engine, server_options, metrics), server_options, lambda: note(lines)).run_on(bound)
 
 
 def _load(model: str, **options: Any) -> Engine:
+    if other := load_named_backend():
+        raise PluginError(f"GGML_BACKEND_PATH={other} cannot be loaded ({last_errors()}): unset it or correct it")
     with progress_bar("loading") as progress:
         try:
             return Engine(model, progress=progress, **options)
@@ -112,6 +117,12 @@ def _with_fields(command: Callable[..., None]) -> Callable[..., None]:
 def _flag(f: Field[Any]) -> inspect.Parameter:
     name = _LISTS.get(f.name, f.name)
     kind: Any = list[str] | None if f.name in _LISTS else {"int": int, "float": float}.get(str(f.type), str)
-    option = typer.Option(*_SHORT.get(f.name, ()), "--" + name.replace("_", "-"), help=f.metadata["help"])
+    choices = f.metadata.get("choices", ())
+    option = typer.Option(
+        *_SHORT.get(f.name, ()),
+        "--" + name.replace("_", "-"),
+        metavar="|".join(choices) or None,
+        help=f.metadata["help"],
+    )
     default = None if f.name in _LISTS else f.default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])

@@ -4,9 +4,11 @@
         for token in engine.submit(Request("The licence", max_tokens=32, stop=["\\n"])):
             print(token.text, end="")
 
-Reading order: engine (construction, submit), decode (`step()`), prefill (`step()`), cache (sequences), pace (service levels).
+Reading order: engine (construction, submit), decode (`step()`), prefill (`step()`), cache (sequences), store and exchange
+(prefixes in host memory), pace (service levels), embed (vectors of texts).
 """
 
+from .embed import Embedder, Embedding
 from .engine import Engine
 from .metrics import EngineMetrics, RequestMetrics, StepReport
 from .options import EngineOptions
@@ -14,6 +16,8 @@ from .request import Request, Sampling
 from .stream import Finish, Result, Stream, Token
 
 __all__ = [
+    "Embedder",
+    "Embedding",
     "Engine",
     "EngineMetrics",
     "EngineOptions",

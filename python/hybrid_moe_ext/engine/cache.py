@@ -6,6 +6,7 @@ sequence is let in only when everything it may ever need is there: nothing runni
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from .context import Context, Tokens
 
-_WORTH_SHARING = 8  # tokens; a shorter prefix (a BOS, a role marker) is computed sooner than it is found
+WORTH_SHARING = 8  # tokens; a shorter prefix (a BOS, a role marker) is computed sooner than it is found
 
 
 class Cells:
@@ -51,6 +52,7 @@ class Sequence:
     cells: npt.NDArray[np.intp]  # one per token
     n: int = 0
     n_shared: int = 0
+    n_written: int | None = None  # finished: tokens that the store has; None: not looked up
     history: Tokens = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,16 +73,19 @@ class SequenceCache:
         self.live: list[Sequence] = []
         self.kept: list[Sequence] = []  # the longest unused first
         self.bytes_kept = 0
+        self.bytes_per_seq = bytes_per_seq
+        self.bytes_per_token = bytes_per_token
+        # The store's, about kept sequences: whether it wants one that it has not, and its last chance to get it.
+        self.is_wanted: Callable[[Sequence], bool] = lambda sequence: False
+        self.before_dropping: Callable[[Sequence], None] = lambda sequence: None
         self._context = context
         self._ids = list(range(n_seq + n_kept))
-        self._n_kept = n_kept if context.memory.has_prefixes else 0
-        self._kept_bytes = kept_bytes
-        self._bytes_per_seq = bytes_per_seq
-        self._bytes_per_token = bytes_per_token
+        self._n_kept = n_kept
+        self._kept_bytes = kept_bytes if context.memory.has_prefixes else 0
 
     def shareable(self, prompt: Tokens) -> tuple[Sequence | None, int]:
         """The sequence with the longest usable common prefix. At least one token of a prompt is left to compute."""
-        best, n_best = None, _WORTH_SHARING - 1
+        best, n_best = None, WORTH_SHARING - 1
         for sequence in (*self.live, *self.kept):
             n = self._usable(sequence, prompt)
             if n > n_best:
@@ -107,7 +112,7 @@ class SequenceCache:
             sequence.computed(n_shared)
             sequence.n_shared = n_shared
         while self.cells.n_free < n_new:
-            self._forget(self.kept[0])
+            self._drop(self._next_to_go())
         sequence.cells = np.concatenate([shared, self.cells.take(n_new)])
         self.live.append(sequence)
         return sequence
@@ -117,15 +122,28 @@ class SequenceCache:
         self.cells.drop(sequence.cells[sequence.n :])
         sequence.cells = sequence.cells[: sequence.n]
         self.kept.append(sequence)
-        if not keep or self._n_kept == 0 or sequence.n < _WORTH_SHARING:
+        if not keep or sequence.n < WORTH_SHARING:
             self._forget(sequence)
             return
         for other in self.kept[:-1]:  # what the new one has as well
             if not self._context.memory.recurrent and common(other.history, sequence.history) == other.n:
                 self._forget(other)
         self._count_kept()
-        while len(self.kept) > self._n_kept or self.bytes_kept > self._kept_bytes:
-            self._forget(self.kept[0])
+        self.trim()
+
+    def trim(self) -> None:
+        """Drops what is too much. Over the limit of bytes, the store's wishes stay: the cells are nobody's for now."""
+        while len(self.kept) > self._n_kept:
+            self._drop(self._next_to_go())
+        while self.bytes_kept > self._kept_bytes and not self.is_wanted(sequence := self._next_to_go()):
+            self._drop(sequence)
+
+    def n_empty(self) -> int:
+        """Cells that have no keys and values now, promised or not."""
+        taken = np.zeros(self.cells.n, np.bool_)
+        for sequence in (*self.live, *self.kept):
+            taken[sequence.cells[: sequence.n]] = True
+        return self.cells.n - int(taken.sum())
 
     def forget_all_kept(self) -> None:
         while self.kept:
@@ -135,7 +153,15 @@ class SequenceCache:
         taken = np.zeros(self.cells.n, np.bool_)
         for sequence in self.kept:
             taken[sequence.cells] = True
-        self.bytes_kept = int(taken.sum()) * self._bytes_per_token + len(self.kept) * self._bytes_per_seq
+        self.bytes_kept = int(taken.sum()) * self.bytes_per_token + len(self.kept) * self.bytes_per_seq
+
+    def _next_to_go(self) -> Sequence:
+        """The longest unused one of those that the store has or does not want, else of all."""
+        return next((s for s in self.kept if not self.is_wanted(s)), self.kept[0])
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.before_dropping(sequence)
+        self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
         self.kept.remove(sequence)

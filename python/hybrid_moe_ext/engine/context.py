@@ -64,7 +64,7 @@ class Context:
         self.n_ctx = int(C.llama_n_ctx(ctx))
         self.n_batch = int(C.llama_n_batch(ctx))
         self.n_tokens = 0  # in the batch
-        self._n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(C.llama_get_model(ctx)))
+        self.n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(C.llama_get_model(ctx)))
         self._mem = C.llama_get_memory(ctx)
         self._batch = C.llama_batch_init(self.n_batch, 0, 1)
         self._token, self._pos, self._n_seq, self._wanted = (
@@ -105,7 +105,7 @@ class Context:
 
     def logits(self, place: int) -> Logits:
         """[n_vocab], valid until the next decode."""
-        return np.ctypeslib.as_array(C.llama_get_logits_ith(self.ctx, place), (self._n_vocab,))
+        return np.ctypeslib.as_array(C.llama_get_logits_ith(self.ctx, place), (self.n_vocab,))
 
     # --- sequences
 

@@ -1,4 +1,6 @@
-"""The decode worker: continuous batching in one context. `step()` is the whole of it; the other workers and callers only send."""
+"""A decode worker: continuous batching in one context. `step()` is the whole of it; the other workers and callers only send.
+
+Who is let in is admission.py's business, what the prefill worker sends arrivals.py's."""
 
 from __future__ import annotations
 
@@ -6,20 +8,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from ..errors import EngineClosed, EngineError
+from .admission import Admission
+from .arrivals import Arrivals
 from .cache import SequenceCache
 from .context import Context, NoRoom
-from .mailbox import Job, Mailbox, Piece
+from .cores import Cores
+from .exchange import Exchange
+from .lanes import Lane, Lanes
+from .mailbox import Mailbox
 from .metrics import EngineMetrics, StepReport
 from .options import EngineOptions
 from .pace import Pace
 from .running import Running
 from .sampling import GrammarExhausted
-
-# Long prompts that hold their place in the decode context: the prefill worker's, and the one that it takes next.
-_MOST_JOBS = 2
+from .store import Store
 
 
 @dataclass
@@ -35,136 +38,84 @@ class Plan:
 
 
 class DecodeWorker:
+    """`lane`: what the others see of it; `lanes`: all there are."""
+
     def __init__(
         self,
         context: Context,
         cache: SequenceCache,
+        lane: Lane,
+        lanes: Lanes,
         vocab: object,
         mail: Mailbox,
+        store: Store,
         options: EngineOptions,
+        cores: Cores,
         on_step: Callable[[StepReport], None] | None,
     ):
         self._context = context
         self._cache = cache
+        self._lane = lane
+        self._lanes = lanes
         self._vocab = vocab
         self._mail = mail
         self._options = options
         self._on_step = on_step
-        self._moving = options.n_parallel + options.n_kept  # the sequence that pieces arrive in
-        self._threads = options.threads()
-        self._pace = Pace(options.tpot_ms / 1e3, options.ttft_s, options.min_chunk, context.n_batch)
-        self._running: list[Running] = []  # in the order in which they were admitted
+        self._cores = cores
+        self._exchange = Exchange(context, cache, store, lane, options)
+        self._admission = Admission(cache, context.memory, self._exchange, lane, lanes, mail, options)
+        self._arrivals = Arrivals(context, self._exchange, lane, mail, options)
+        # Alone, and while another lane decodes: its steps take longer then.
+        self._paces = [
+            Pace(options.tpot_ms / 1e3, options.ttft_s, options.min_chunk, context.n_batch) for _ in range(2)
+        ]
+        self._running = lane.running
+        self._seen = 0
         self._metrics = EngineMetrics(cells=context.n_ctx)
 
     def step(self) -> bool:
         """One batch. False: the engine closes."""
         self._sweep()
-        installed = self._install()
-        self._lend()
-        self._admit()
+        installed = self._arrivals.install(self._fail)
+        self._arrivals.lend()
+        for running in self._admission.admit(self._pace):
+            self._leave(running)
+        self._arrivals.restore()
         plan = self._plan()
         self._note_state()
         if plan:
             self._compute(plan, installed)
-        else:
-            self._mail.wait_for_news(until=self._next_deadline())
+        elif not self._exchange.write_one():
+            self._seen = self._mail.wait_for_news(self._seen, until=self._next_deadline())
         self._note_state()
         return not self._mail.closing
 
-    # --- requests come and go
+    @property
+    def _pace(self) -> Pace:
+        return self._paces[self._lanes.beside(self._lane)]
+
+    # --- requests leave
 
     def _sweep(self) -> None:
         """Cancelled requests, and those whose deadline has passed."""
         now = time.monotonic()
-        with self._mail.changed:
-            gone = [r for r in self._mail.waiting if r.stream.cancelled or r.deadline <= now]
-            for running in gone:
-                self._mail.waiting.remove(running)
-        gone += [r for r in self._running if r.stream.cancelled or r.deadline <= now]
-        for running in gone:
+        for running in [r for r in self._running if r.stream.cancelled or r.deadline <= now]:
             self._release(running)
-            if running.stream.cancelled:
-                running.end("cancelled")
-                self._count(running, "cancelled")
-            else:
-                running.expire()
-                self._count(running, "deadline")
+            self._leave(running)
 
-    def _install(self) -> int:
-        """Takes a piece of a long prompt, or all there are when nobody waits for a token. Returns their tokens."""
-        n = 0
-        while (piece := self._mail.take_piece()) is not None:
-            running = piece.job.running
-            if piece.error is None:
-                try:
-                    self._put(piece.job, piece.begin, piece.end, piece.state)
-                except EngineError as error:
-                    piece = replace(piece, error=error)
-            if piece.error is not None:
-                self._fail(running, piece.error)
-                continue
-            n += piece.end - piece.begin
-            if piece.end == len(piece.job.tokens):
-                running.job = None
-            if any(r.next_token is not None for r in self._running):
-                break
-        return n
-
-    def _lend(self) -> None:
-        """Gives the prefill worker a piece of a prefix that only this context has."""
-        for running in self._running:
-            job, sequence = running.job, running.sequence
-            if job is None or sequence is None or job.lacks is None or len(job.prefix) >= self._options.pieces_ahead:
-                continue
-            begin, end = job.lacks, min(job.lacks + self._options.piece_tokens, job.begin)
-            self._context.copy(sequence.id, self._moving, begin, end)
-            state = self._context.state(self._moving)
-            self._context.remove(self._moving)
-            self._mail.lend(Piece(job, begin, end, state))
-            self._metrics.moved_bytes += len(state)
-
-    def _put(self, job: Job, begin: int, end: int, state: object) -> None:
-        sequence = job.running.sequence
-        assert sequence is not None and isinstance(state, np.ndarray) and sequence.n == begin
-        if self._context.memory.goes_in_pieces:
-            self._context.set_state(self._moving, state)
-            self._context.copy(self._moving, sequence.id)
-            self._context.remove(self._moving)
+    def _leave(self, running: Running) -> None:
+        if running.stream.cancelled:
+            running.end("cancelled")
+            self._count(running, "cancelled")
         else:
-            self._context.set_state(sequence.id, state)
-        sequence.computed(end - begin)
-        self._metrics.moved_bytes += len(state)
-
-    def _admit(self) -> None:
-        """First come, first served, but for short prompts that pass long ones which wait for the prefill worker."""
-        with self._mail.changed:
-            waiting = list(self._mail.waiting)
-        for running in waiting:
-            if len(self._running) >= self._options.n_parallel:
-                return
-            if not self._pace.admits(len(self._running), time.monotonic() - running.submitted_at):
-                return
-            n_shared = self._cache.shareable(running.prompt)[1]
-            is_long = len(running.prompt) - n_shared >= self._options.prefill_from
-            if is_long and sum(r.job is not None for r in self._running) >= _MOST_JOBS:
-                continue
-            share = self._context.memory.goes_in_pieces or not is_long
-            sequence = self._cache.open(running.prompt, running.max_tokens, share)
-            if sequence is None:  # it is the next to get room: who came later waits
-                return
-            with self._mail.changed:
-                self._mail.waiting.remove(running)
-                self._running.append(running)
-            running.admitted(sequence, "prefill" if is_long else "decode")
-            if is_long:
-                running.job = Job(running, running.prompt[:-1], sequence.n)
-                self._mail.send(running.job)
+            running.expire()
+            self._count(running, "deadline")
 
     # --- a batch
 
     def _plan(self) -> Plan:
         plan = Plan([r for r in self._running if r.next_token is not None])
-        prompts = [r for r in self._running if r.next_token is None and r.job is None]
+        prompts = [r for r in self._running if r.next_token is None and r.job is None and not r.is_restoring]
         if prompts:
             left_s = prompts[0].submitted_at + self._options.ttft_s - time.monotonic()
             plan.chunk_limit = self._pace.chunk(len(plan.decoding), sum(r.n_left for r in prompts), left_s)
@@ -176,6 +127,8 @@ class DecodeWorker:
         return plan
 
     def _compute(self, plan: Plan, installed: int) -> None:
+        is_beside = self._lanes.beside(self._lane)
+        pace = self._paces[is_beside]
         started = time.monotonic()
         try:
             try:
@@ -191,10 +144,14 @@ class DecodeWorker:
                 self._fail(running, reason)
             return
         seconds = time.monotonic() - started
-        self._pace.learn(len(plan.decoding), sum(n for _, n in plan.chunks), seconds)
+        if self._lanes.n_jobs:
+            self._cores.step(len(plan.decoding), seconds)
+        pace.learn(len(plan.decoding), sum(n for _, n in plan.chunks), seconds)
+        self._metrics.dual_steps += is_beside
         self._note(plan, installed, seconds)
         for running, place in places:
             self._choose(running, place)
+        self._exchange.after_step(seconds)
 
     def _run_batch(self, plan: Plan) -> list[tuple[Running, int]]:
         """Computes it. Returns whose logits are where."""
@@ -212,7 +169,8 @@ class DecodeWorker:
             place = self._context.add(part, sequence.n, sequence.id, logits=is_last)
             if is_last:
                 places.append((running, place))
-        self._context.decode(self._threads.decode if any(r.job for r in self._running) else self._threads.alone)
+        others_compute = self._lanes.n_jobs or self._mail.n_embedding
+        self._context.decode(self._cores.decode if others_compute else self._cores.alone)
         for running, n in [*((r, 1) for r in plan.decoding), *plan.chunks]:
             assert running.sequence is not None
             running.sequence.computed(n)
@@ -241,11 +199,14 @@ class DecodeWorker:
         if running.job is not None:
             self._mail.stop(running.job)
             running.job = None
+        self._exchange.end(running)
         if running.sequence is not None:
             self._running.remove(running)
             self._cache.close(running.sequence, keep)
             running.sequence = None
             self._note_state()
+            if len(self._lanes.all) > 1 and self._mail.waiting:
+                self._mail.wake()  # somebody may have waited for this place, in another lane
 
     def _fail(self, running: Running, error: EngineError) -> None:
         self._release(running, keep=False)
@@ -265,10 +226,6 @@ class DecodeWorker:
             self._fail(running, error or EngineClosed("the engine was closed before this request was done"))
         self._note_state()
 
-    def has_work(self) -> bool:
-        with self._mail.changed:
-            return bool(self._running or self._mail.waiting)
-
     def _next_deadline(self) -> float | None:
         with self._mail.changed:
             nearest = min((r.deadline for r in (*self._running, *self._mail.waiting)), default=float("inf"))
@@ -282,11 +239,15 @@ class DecodeWorker:
 
     def _note_state(self) -> None:
         m, cache = self._metrics, self._cache
-        self._mail.n_decoding = sum(r.job is None for r in self._running)
+        self._mail.note_decoding(self._lanes)
         m.running_now = len(self._running)
-        m.prefilling_now = sum(r.job is not None for r in self._running)
+        m.prefilling_now = self._lane.n_jobs
         m.kept_now, m.kept_bytes_now = len(cache.kept), cache.bytes_kept
         m.cells_now = cache.cells.n - cache.cells.n_free
+        m.moved_bytes = self._arrivals.moved_bytes
+        m.store_hits, m.store_tokens = self._exchange.n_hits, self._exchange.n_tokens
+        if len(self._lanes.all) > 1:
+            self._lane.prefixes = tuple(s.history for s in (*cache.live, *cache.kept))
 
     def _note(self, plan: Plan, installed: int, seconds: float) -> None:
         m = self._metrics
@@ -298,7 +259,8 @@ class DecodeWorker:
         if self._on_step is not None:
             chunks = tuple((r.id, n) for r, n in plan.chunks)
             decoding = tuple(r.id for r in plan.decoding)
-            self._on_step(StepReport(decoding, chunks, plan.chunk_limit, installed, prefilling, seconds))
+            lane = self._lane.number
+            self._on_step(StepReport(decoding, chunks, plan.chunk_limit, installed, prefilling, seconds, lane))
 
     def _count(self, running: Running, reason: str) -> None:
         self._metrics.count(running.metrics, reason, self._options.ttft_s, self._options.tpot_ms)

@@ -1,4 +1,4 @@
-"""`Engine`: one model, a decode worker and a prefill worker, each on a thread and a llama_context of its own."""
+"""`Engine`: one model, one or two decode workers and a prefill worker, each on a thread and a llama_context of its own."""
 
 from __future__ import annotations
 
@@ -15,23 +15,31 @@ import llama_cpp.llama_cpp as C
 import numpy as np
 
 from .. import seam
-from ..errors import OptionError, RequestError
-from ..llama import Llama
+from .._native import put_this_thread_first
+from ..errors import EngineError, OptionError, RequestError
+from ..placement import attention_on_gpu
 from ..token_text import piece
+from .agreement import agree
 from .cache import SequenceCache
-from .context import Context, Memory
+from .context import Context, Memory, NoRoom
+from .cores import Cores
 from .decode import DecodeWorker
+from .dual import DualBatch, decide, why_single
+from .lanes import Lanes
 from .mailbox import Mailbox
+from .measure import measure
 from .metrics import EngineMetrics, RequestMetrics, StepReport
+from .models import Models, with_threads
 from .options import EngineOptions
-from .prefill import N_SEQUENCES, PrefillWorker
+from .prefill import PrefillWorker
+from .priority import Priority
 from .request import Request, check_prompt
 from .running import Running
 from .sampling import Sampler
+from .store import Store
 from .stream import Finish, Stream
 
 _MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
-_UNUSED_CTX = 256  # llama.cpp's least, for a prefill worker that no prompt is long enough for
 # Options of llama_cpp.Llama that mean something else here, and what to give instead.
 _NOT_HERE = {
     "n_ubatch": "give n_batch (decode) and prefill_batch",
@@ -67,8 +75,14 @@ class Engine:
         self._is_closed = False
         self._threads: list[threading.Thread] = []
         self._contexts: list[Context] = []
-        self._decode_ctx: Any = None
-        self.llama = self._load(model_path, options)
+        self._decode_ctxs: list[Any] = []
+        self.closers: list[Callable[[], None]] = []  # of what else uses the model, called before it goes
+        self._models = Models(model_path, self.options, options)
+        self.llama = self._models.prefill
+        self.split_gpus = self._models.split
+        self.options = with_threads(self.options, self._models.streams).resolved(
+            attention_on_gpu(self._models.decode.placement)
+        )
         try:
             self._start(on_step)
         except BaseException:
@@ -118,11 +132,20 @@ class Engine:
     # --- state
 
     def metrics(self) -> EngineMetrics:
-        m, mail = self._decode.metrics(), self._mail
+        m, mail = self._workers[0].metrics(), self._mail
+        for worker in self._workers[1:]:
+            m = m.plus(worker.metrics())
+        m.lanes_now, m.dual_from_now, m.dual_gain_now = (
+            len(self._workers),
+            self.dual_batch.begins_at,
+            self.dual_batch.best_gain,
+        )
         with mail.changed:
             m.queued_now, m.submitted, m.refused = len(mail.waiting), mail.submitted, mail.refused
         m.prefill_tokens, m.prefill_seconds = self._prefill.n_tokens, self._prefill.seconds
         m.prompt_tokens += m.prefill_tokens
+        m.store_bytes_now, m.store_written_bytes = self._store.n_bytes, self._store.n_bytes_written
+        m.store_evictions = self._store.n_evicted
         return m
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -130,11 +153,15 @@ class Engine:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._mail.changed:
             self._mail.draining = True
-        while self._decode.has_work():
+        while self._has_work():
             if end is not None and time.monotonic() >= end:
                 return False
             time.sleep(0.02)
         return True
+
+    def _has_work(self) -> bool:
+        with self._mail.changed:
+            return bool(self._lanes.n_running or self._mail.waiting)
 
     def close(self) -> None:
         """Ends all streams with EngineClosed and frees the model. May be called again, from any thread but the workers'."""
@@ -142,7 +169,10 @@ class Engine:
             if self._is_closed:
                 return
             self._is_closed = True
+            for close in self.closers:
+                close()
             self.close_threads()
+            self._store.close()
             self._free()
             atexit.unregister(self.close)
 
@@ -151,6 +181,7 @@ class Engine:
         self._mail.close()
         for thread in self._threads:
             thread.join()
+        self._priority.end()
 
     def __enter__(self) -> Engine:
         return self
@@ -160,70 +191,87 @@ class Engine:
 
     # --- construction
 
-    def _load(self, model_path: str | os.PathLike[str], options: dict[str, Any]) -> Llama:
-        """The model, with llama_cpp.Llama's own context as the prefill worker's."""
-        o = self.options
-        sizes = {"n_batch": o.prefill_batch, "n_ubatch": o.prefill_batch} if o.prefill_batch else {}
-        n_threads = {"n_threads": o.threads().alone, "n_threads_batch": o.threads().alone}
-
-        def adjust(model: Any, params: Any) -> None:
-            params.n_seq_max = N_SEQUENCES
-            params.kv_unified = True
-            params.n_ctx = self._longest(model) if o.prefill_from < self._longest(model) else _UNUSED_CTX
-            params.n_outputs_max = N_SEQUENCES
-
-        with seam.adjusting_by(adjust):
-            return Llama(model_path, n_ctx=o.n_ctx, **{"verbose": False, **n_threads, **sizes, **options})
-
-    def _longest(self, model: Any) -> int:
-        return min(self.options.n_ctx, C.llama_model_n_ctx_train(model) or self.options.n_ctx)
-
     def _start(self, on_step: Callable[[StepReport], None] | None) -> None:
         o, model = self.options, self.llama.model
-        self.n_ctx = self._longest(model)  # of one sequence
+        self.n_ctx = self._models.longest()  # of one sequence
         self._vocab = C.llama_model_get_vocab(model)
         self.n_vocab = C.llama_vocab_n_tokens(self._vocab)
         self._eog: list[int] | None = None
         if C.llama_model_has_encoder(model) or C.llama_get_memory(self.llama.ctx) is None:
             raise OptionError(f"{self.llama.model_path}: the engine runs decoder-only models: use Llama for this one")
         self.memory = Memory.of(model, self.llama.context_params)
-        self._decode_ctx = self._new_decode_context(model)
-        prefill, decode = Context(self.llama.ctx, self.memory), Context(self._decode_ctx, self.memory)
-        self._contexts = [prefill, decode]
-        per_seq, per_token = _agree(prefill, decode, o.n_parallel + o.n_kept, o.threads().alone)
-        self._mail = Mailbox(o.queue, o.pieces_ahead)
-        cache = SequenceCache(decode, o.n_parallel, o.n_kept, o.kept_mib * 2**20, per_seq, per_token)
-        self._decode = DecodeWorker(decode, cache, self._vocab, self._mail, o, on_step)
-        self._prefill = PrefillWorker(prefill, self._mail, o.piece_tokens, o.threads())
-        self._threads = [
-            threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
-            for worker, name in ((self._decode, "hybrid-moe-decode"), (self._prefill, "hybrid-moe-prefill"))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _new_decode_context(self, model: Any) -> Any:
-        o = self.options
-        params = C.llama_context_params.from_buffer_copy(self.llama.context_params)
-        params.n_seq_max = o.n_parallel + o.n_kept + 1
-        if params.n_seq_max > _MAX_SEQUENCES:
-            raise OptionError(
-                f"n_parallel + n_kept = {params.n_seq_max - 1}: llama.cpp has {_MAX_SEQUENCES - 1} sequences"
-            )
-        params.kv_unified = True
-        params.n_ctx = o.n_ctx
-        params.n_batch = params.n_ubatch = min(o.n_batch, o.n_ctx)
-        params.n_outputs_max = params.n_seq_max
-        context = seam.create_stock(model, params)
-        if context is None:
+        first = self._new_decode_context(o.n_ctx)
+        if first is None:
             raise OptionError(
                 f"llama.cpp cannot make a second context of n_ctx={o.n_ctx}, n_batch={o.n_batch}: choose a smaller n_ctx, "
                 "prefill_batch or n_batch"
             )
+        prefill = Context(self.llama.ctx, self.memory)
+        self._contexts = [prefill, Context(first, self.memory)]
+        self.dual_batch = self._choose_lanes()
+        split = self.split_gpus
+        others = [name for name in self.llama.placement.devices if name != split.decode] if split.is_on else None
+        self._priority = Priority(self._models.streams, others)
+        self._mail = Mailbox(o.queue, o.pieces_ahead, self._priority)
+        decodes = self._contexts[1:]
+        self._lanes = Lanes([context.n_ctx for context in decodes], o.n_parallel, self.dual_batch)
+        self._store = Store(o.store_mib * 2**20, o.piece_tokens, self.memory.goes_in_pieces)
+        self.cores = Cores(o.threads(), o.tpot_ms / 1e3, is_given=o.n_threads_decode > 0)
+        self._workers = []
+        for lane, decode in zip(self._lanes.all, decodes, strict=True):
+            per_seq, per_token = agree(prefill, decode, o.n_parallel + o.n_kept, o.threads().alone)
+            cache = SequenceCache(decode, o.n_parallel, o.n_kept, o.kept_mib * 2**20 / len(decodes), per_seq, per_token)
+            self._workers.append(
+                DecodeWorker(
+                    decode, cache, lane, self._lanes, self._vocab, self._mail, self._store, o, self.cores, on_step
+                )
+            )
+        self._prefill = PrefillWorker(prefill, self._mail, o.piece_tokens, self.cores)
+        names = ["hybrid-moe-decode", "hybrid-moe-decode-2"][: len(decodes)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
+            for worker, name in zip((*self._workers, self._prefill), (*names, "hybrid-moe-prefill"), strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _choose_lanes(self) -> DualBatch:
+        """Whether there is a second decode context, which has room for half as many tokens."""
+        o = self.options
+        why = why_single(o, attention_on_gpu(self._models.decode.placement))
+        if why:
+            return DualBatch(False, why)
+        second = self._new_decode_context(max(1, o.n_ctx // 2))
+        if second is None:
+            return DualBatch(False, f"no memory for a second decode context of {o.n_ctx // 2} tokens")
+        self._contexts.append(Context(second, self.memory))
+        if o.dual_batch == "on":
+            return DualBatch(True, "as given")
+        try:
+            chosen = decide(measure(self._contexts[1:], o.n_parallel, o.threads().alone))
+        except (EngineError, NoRoom) as error:
+            chosen = DualBatch(False, f"two contexts at once failed: {error}")
+        if not chosen.is_on:
+            self._contexts.pop().free_batch()
+            C.llama_free(self._decode_ctxs.pop())
+        return chosen
+
+    def _new_decode_context(self, n_ctx: int) -> Any:
+        """None: there is no memory for it."""
+        params = self._models.decode_params(n_ctx)
+        if params.n_seq_max > _MAX_SEQUENCES:
+            raise OptionError(
+                f"n_parallel + n_kept = {params.n_seq_max - 1}: llama.cpp has {_MAX_SEQUENCES - 1} sequences"
+            )
+        context = seam.create_stock(self._models.decode.model, params)
+        if context is not None:
+            self._decode_ctxs.append(context)
         return context
 
     def _work(self, worker: DecodeWorker | PrefillWorker) -> None:
         """A thread's life. An error of ours ends the engine, with every stream told, instead of leaving them to wait."""
+        if worker is not self._prefill:
+            put_this_thread_first()
         try:
             while worker.step():
                 pass
@@ -250,22 +298,6 @@ class Engine:
     def _free(self) -> None:
         for context in self._contexts:
             context.free_batch()
-        if self._decode_ctx is not None:
-            C.llama_free(self._decode_ctx)
-        self.llama.close()
-
-
-def _agree(prefill: Context, decode: Context, seq: int, n_threads: int) -> tuple[int, int]:
-    """Moves a sequence of one and of two tokens. Returns the bytes of a sequence and of each token. Raises EngineError."""
-    sizes = []
-    for n in (1, 2):
-        prefill.add([0], n - 1, 0, logits=False)
-        prefill.decode(n_threads)
-        state = prefill.state(0)
-        decode.set_state(seq, state)
-        sizes.append(len(state))
-        assert decode.state_bytes(seq) == len(state)
-    prefill.clear()
-    decode.clear()
-    per_token = sizes[1] - sizes[0]
-    return sizes[0] - per_token, per_token
+        for ctx in self._decode_ctxs:
+            C.llama_free(ctx)
+        self._models.free()

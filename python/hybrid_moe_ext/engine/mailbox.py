@@ -7,10 +7,16 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..errors import EngineBusy, EngineClosed, EngineError
 from .context import State, Tokens
+from .priority import Priority
 from .running import Running
+from .store import Lease
+
+if TYPE_CHECKING:
+    from .lanes import Lanes
 
 
 @dataclass(eq=False)
@@ -18,14 +24,16 @@ class Job:
     """A long prompt on its way through the prefill worker. What changes is changed under the mailbox's condition."""
 
     running: Running
+    lane: int  # the decode worker that the pieces go to
     tokens: Tokens  # without the last one, whose logits the decode worker wants to compute itself
     begin: int  # the decode context has what is before
+    stored: Lease | None = None  # a prefix that the prefill worker can have from the store
     stopped: bool = False
     lacks: int | None = None  # the prefill context wants tokens [lacks, begin) from the decode context
     prefix: deque[Piece] = field(default_factory=deque)  # which come here
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Piece:
     """Keys and values of tokens [begin, end), or why there are none."""
 
@@ -40,6 +48,7 @@ class Piece:
 class Mailbox:
     queue_limit: int
     pieces_limit: int
+    priority: Priority | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
     waiting: deque[Running] = field(default_factory=deque)
     jobs: deque[Job] = field(default_factory=deque)
@@ -47,10 +56,12 @@ class Mailbox:
     closing: bool = False
     draining: bool = False
     failure: BaseException | None = None  # of a worker: our bug
-    n_decoding: int = 0  # sequences that the decode worker computes; read without waiting for it
+    n_decoding: int = 0  # sequences that the decode workers compute; read without waiting for them
+    n_embedding: int = 0  # batches that the embedding worker computes now; likewise
     refused: int = 0
     submitted: int = 0
-    _news: bool = False
+    _n_news: int = 0
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def submit(self, running: Running) -> None:
         with self.changed:
@@ -81,17 +92,24 @@ class Mailbox:
             self._tell()
 
     def _tell(self) -> None:
-        self._news = True
+        self._n_news += 1
         self.changed.notify_all()
 
-    # --- the decode worker's
+    # --- the decode workers'
 
-    def wait_for_news(self, until: float | None) -> None:
-        """Until something happened since the last time, or a moment of time.monotonic()."""
+    def note_decoding(self, lanes: Lanes) -> None:
+        """How many sequences decode now, which decides what long prompts may use."""
+        with self._counting:
+            self.n_decoding = lanes.n_decoding
+            if self.priority is not None:
+                self.priority.decoding(self.n_decoding)
+
+    def wait_for_news(self, seen: int, until: float | None) -> int:
+        """Until something happened since `seen`, or a moment of time.monotonic(). Returns what to give the next time."""
         with self.changed:
             timeout = None if until is None else max(0.0, until - time.monotonic())
-            self.changed.wait_for(lambda: self._news or self.closing, timeout)
-            self._news = False
+            self.changed.wait_for(lambda: self._n_news != seen or self.closing, timeout)
+            return self._n_news
 
     def send(self, job: Job) -> None:
         with self.changed:
@@ -107,12 +125,14 @@ class Mailbox:
             self.pieces = deque(piece for piece in self.pieces if piece.job is not job)
             self.changed.notify_all()
 
-    def take_piece(self) -> Piece | None:
+    def take_piece(self, lane: int) -> Piece | None:
+        """The next one for this decode worker."""
         with self.changed:
-            if not self.pieces:
-                return None
-            self.changed.notify_all()
-            return self.pieces.popleft()
+            piece = next((piece for piece in self.pieces if piece.job.lane == lane), None)
+            if piece is not None:
+                self.pieces.remove(piece)
+                self.changed.notify_all()
+            return piece
 
     def lend(self, piece: Piece) -> None:
         with self.changed:

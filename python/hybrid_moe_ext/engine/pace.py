@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _WEIGHT = 0.2  # of the newest measurement in a running mean
+_KNOWN = 3  # steps with so many sequences until their time is known: the first ones read weights, or are disturbed
 _LATE_FACTOR = 2.0  # a prompt that would miss ttft_s may stretch a step to this many times tpot_ms
 
 
@@ -15,6 +16,7 @@ class Pace:
         self._min_chunk = min(min_chunk, max_chunk)
         self._max_chunk = max_chunk
         self._of_batch: dict[int, float] = {0: 0.0}  # decoding sequences -> seconds of a step without prompts
+        self._n_seen: dict[int, int] = {}  # decoding sequences -> steps that were measured
         self._per_token: float | None = None
 
     def chunk(self, n_decoding: int, n_waiting: int, left_s: float) -> int:
@@ -30,13 +32,18 @@ class Pace:
         return max(self._min_chunk, min(fits, most))
 
     def admits(self, n_running: int, waited_s: float) -> bool:
-        """One more sequence, if steps with so many are not known to be too slow; after ttft_s in any case."""
-        if n_running == 0 or waited_s >= self._ttft_s:
+        """One more sequence, if steps with so many are not known to be too slow; after ttft_s in any case. Where one alone is too
+        slow, nobody is kept waiting for a level that cannot be had."""
+        if n_running == 0 or waited_s >= self._ttft_s or self._is_slow(1):
             return True
-        return self._of_batch.get(n_running + 1, 0.0) <= self._tpot_s
+        return not self._is_slow(n_running + 1)
+
+    def _is_slow(self, n: int) -> bool:
+        return self._n_seen.get(n, 0) >= _KNOWN and self._of_batch[n] > self._tpot_s
 
     def learn(self, n_decoding: int, n_prompt: int, seconds: float) -> None:
         if n_prompt == 0:
+            self._n_seen[n_decoding] = self._n_seen.get(n_decoding, 0) + 1
             self._of_batch[n_decoding] = _mean(self._of_batch.get(n_decoding), seconds)
         else:
             rest = max(0.0, seconds - self._batch_seconds(n_decoding))

@@ -15,6 +15,7 @@ from .context import Tokens
 from .metrics import RequestMetrics
 from .request import Request
 from .sampling import Logits, Sampler, log_probabilities
+from .store import Lease
 from .stream import Finish, Stream, Token
 from .text import TextOut
 
@@ -27,8 +28,13 @@ class Running:
         self.stream = stream
         self.prompt = prompt
         self.max_tokens = max_tokens
+        self.lane: int | None = None  # the decode worker it is for; None while it waits: whoever has room first
+        self.is_assigned = False
         self.sequence: Sequence | None = None
         self.job: Job | None = None  # while the prefill worker has it
+        self.lease: Lease | None = None  # what the store has of its prompt, while somebody needs it
+        self.is_restoring = False  # from there into the decode context
+        self.n_found: tuple[int, int] = (-1, 0)  # while it waits: the store's version, tokens that it had
         self.next_token: int | None = None  # chosen, not computed yet
         self.metrics = RequestMetrics(n_prompt=len(prompt))
         self.submitted_at = time.monotonic()

@@ -34,6 +34,10 @@ class Sampler:
         bias = dict(sampling.logit_bias)
         if sampling.ignore_eos:
             bias.update(dict.fromkeys(eog_tokens, -math.inf))
+        # The likeliest token, and nothing else: llama.cpp would copy the whole vocabulary for that.
+        self._is_argmax = (
+            sampling.temperature == 0 and not bias and not sampling.has_penalties and self._grammar is None
+        )
         last_n = sampling.penalty_last_n if 0 <= sampling.penalty_last_n < n_ctx else n_ctx
         for part in _parts(sampling, bias, self._n_vocab, last_n):
             C.llama_sampler_chain_add(self._chain, part)
@@ -49,6 +53,8 @@ class Sampler:
 
     def choose(self, ctx: Any, i_batch: int, logits: Logits) -> int:
         """The next token. `i_batch`: its place in the batch that was computed; `logits` are that place's."""
+        if self._is_argmax:
+            return int(np.argmax(logits))
         if self._grammar is None:
             return int(C.llama_sampler_sample(self._chain, ctx, i_batch))
         token = self._apply(_Candidates(logits), self._chain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,15 @@ from ..errors import HybridMoeError
 from . import translate
 from .answers import ChatShape, Shape, TextShape
 from .chat import ChatTemplate
+from .embeddings import Embeddings, EmbeddingsAnswer
 from .guard import Guard
 from .metrics import Metrics
 from .options import ServerOptions
 from .replies import ApiError, Json, of_error, on_error, on_http_error, on_invalid
-from .schema import ChatBody, DetokenizeBody, SamplingFields, TextBody, TokenizeBody
+from .schema import Body, ChatBody, DetokenizeBody, EmbeddingsBody, SamplingFields, TextBody, TokenizeBody, lenient
 from .serving import StreamedAnswer, WholeAnswer
+from .threads import Threads
+from .timeline import Timeline
 from .tools import ToolText, can_parse
 
 STATIC = Path(__file__).parent / "static"
@@ -44,6 +47,9 @@ class _Server:
         self._options = options
         self._metrics = metrics
         self._template = ChatTemplate(engine)
+        self._threads = Threads()
+        self._embeddings = Embeddings(engine, options, self._threads.check_open)
+        self._timeline = Timeline(engine, self._embeddings.embedder)
         self._name = options.name or "model"
         metrics.watch(engine)
 
@@ -52,14 +58,17 @@ class _Server:
             title="hybrid-moe-ext", version=__version__, docs_url=None, redoc_url=None, lifespan=self._lifespan,
             default_response_class=Json,
         )  # fmt: skip
-        app.post("/v1/chat/completions")(self.chat)
-        app.post("/v1/completions")(self.complete)
+        app.post("/v1/chat/completions")(self._taking(ChatBody, self.chat))
+        app.post("/v1/completions")(self._taking(TextBody, self.complete))
+        app.post("/v1/embeddings")(self._taking(EmbeddingsBody, self.embed))
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{name:path}")(self.model)
         app.post("/tokenize")(self.tokenize)
         app.post("/detokenize")(self.detokenize)
         app.get("/health")(self.health)
         app.get("/metrics")(self.metrics)
+        app.get("/running")(self.running)
+        app.get("/timeline")(self.timeline)
         app.get("/", include_in_schema=False)(self.page)
         app.mount("/static", StaticFiles(directory=STATIC))
         app.add_exception_handler(RequestValidationError, on_invalid)
@@ -73,9 +82,20 @@ class _Server:
             )  # fmt: skip
         return app
 
+    def _taking(self, kind: type[Body], route: Callable[[Body], Awaitable[Response]]) -> Callable[..., Any]:
+        """The route for FastAPI, which reads what a body may have from the annotation."""
+
+        async def called(body: Any) -> Response:
+            return await route(body)
+
+        called.__annotations__["body"] = lenient(kind) if self._options.unknown_fields == "ignore" else kind
+        called.__annotations__["return"] = Response
+        return called
+
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         yield
+        await run_in_threadpool(self._threads.close)
         await run_in_threadpool(self._engine.close)
 
     # --- completions
@@ -100,13 +120,27 @@ class _Server:
         self, body: SamplingFields, request: Callable[[], Request], make_shape: Callable[[], Shape]
     ) -> Response:
         self._check_model(body.model)
+
         # Templates, tokenizing and grammars take a while, so that a thread does them.
-        stream: Stream = await run_in_threadpool(lambda: self._engine.submit(request()))
+        def submit() -> Stream:
+            given = request()
+            stream = self._engine.submit(given)
+            most = self._engine.options.default_max_tokens if given.max_tokens is None else given.max_tokens
+            most = min(most, self._engine.n_ctx - len(given.prompt))
+            self._metrics.requests.add(stream, len(given.prompt), most)
+            return stream
+
+        stream = await self._threads.run(submit)
         shape = make_shape()
         if not body.stream:
             return WholeAnswer(stream, shape, self._metrics.finished)
         include_usage = bool(body.stream_options and body.stream_options.include_usage)
         return StreamedAnswer(stream, shape, self._metrics.finished, include_usage, self._options.ping_s)
+
+    async def embed(self, body: EmbeddingsBody) -> Response:
+        self._check_model(body.model)
+        embedding = await self._threads.run(lambda: self._embeddings.submit(body))
+        return EmbeddingsAnswer(embedding, self._name, body.encoding_format or "float")
 
     def _check_model(self, name: str) -> None:
         if name != self._name:
@@ -134,15 +168,24 @@ class _Server:
 
     def page(self) -> Response:
         # Nothing but its own files runs in it, whatever a model writes.
-        policy = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
-        return FileResponse(STATIC / "index.html", headers={"content-security-policy": policy})
+        policy = (
+            "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+            "form-action 'none'; frame-ancestors 'none'"
+        )
+        headers = {
+            "content-security-policy": policy,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+        }
+        return FileResponse(STATIC / "index.html", headers=headers)
 
-    def tokenize(self, body: TokenizeBody) -> Json:
-        tokens = self._engine.tokenize(body.content, None if body.add_special else False, body.parse_special)
+    async def tokenize(self, body: TokenizeBody) -> Json:
+        add_bos = None if body.add_special else False
+        tokens = await self._threads.run(lambda: self._engine.tokenize(body.content, add_bos, body.parse_special))
         return Json({"tokens": tokens})
 
-    def detokenize(self, body: DetokenizeBody) -> Json:
-        data = self._engine.detokenize(body.tokens) if body.tokens else b""
+    async def detokenize(self, body: DetokenizeBody) -> Json:
+        data = await self._threads.run(lambda: self._engine.detokenize(body.tokens)) if body.tokens else b""
         return Json({"content": data.decode("utf-8", "replace")})
 
     # Not in a thread: those may all be busy with long prompts.
@@ -152,7 +195,14 @@ class _Server:
         except HybridMoeError as error:
             told = of_error(error)
             return Json({"status": "error", **told.body}, 503)
-        return Json({"status": "ok"})
+        return Json({"status": "ok", "needs_key": bool(self._options.api_key)})
+
+    async def running(self) -> Json:
+        queued = self._engine.metrics().queued_now
+        return Json({"running": self._metrics.requests.told(), "queued": queued})
+
+    async def timeline(self) -> Json:
+        return Json(await self._threads.run(self._timeline.read))
 
     async def metrics(self) -> Response:
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)

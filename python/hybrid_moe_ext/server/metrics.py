@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from .. import streamed
 from ..engine import Engine, EngineMetrics, Finish, StepReport
+from .requests import Requests
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5, 30)
@@ -23,6 +24,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.requests = Requests()
 
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"hybrid_moe_{name}", help, buckets=buckets, registry=self.registry)
@@ -37,6 +39,7 @@ class Metrics:
         self.registry.register(_EngineCounts(engine))
 
     def on_step(self, report: StepReport) -> None:
+        self.requests.on_step(report)
         if report.decoding:
             self._decoding.observe(len(report.decoding))
 

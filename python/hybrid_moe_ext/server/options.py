@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..engine.embed import POOLINGS
 from ..errors import OptionError
 
 
@@ -16,6 +17,9 @@ def _number(default: float, least: float, help: str) -> Any:
 
 def _text(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
+
+
+EMBEDDINGS = (*POOLINGS, "off")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,11 @@ class ServerOptions:
     timeout_s: float = _number(3600, 0.01, "a request that takes longer ends with an error")
     drain_s: float = _number(30, 0, "at SIGTERM, running requests may take so long to finish")
     ping_s: float = _number(15, 0.01, "a stream that is silent for so long gets an SSE comment, for proxies")
+    embeddings: str = _text(
+        "auto", "vector of a text: its last token's, the mean, or auto: what the model file says; or off"
+    )
+    unknown_fields: str = _text("refuse", "what becomes of fields that nobody knows: refuse, or ignore them")
+    embedding_ctx: float = _number(2048, 16, "tokens of the longest text that gets an embedding")
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -39,6 +48,10 @@ class ServerOptions:
                     raise OptionError(
                         f"{f.name}={value!r} is not possible: give a number from {f.metadata['least']} on ({f.metadata['help']})"
                     )
+        if self.embeddings not in EMBEDDINGS:
+            raise OptionError(f"embeddings={self.embeddings!r} is not possible: choose {', '.join(EMBEDDINGS)}")
+        if self.unknown_fields not in ("refuse", "ignore"):
+            raise OptionError(f"unknown_fields={self.unknown_fields!r} is not possible: choose refuse or ignore")
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise OptionError(f"cors_origins: {origin!r} is no origin: give one such as https://chat.example, or *")

@@ -3,15 +3,18 @@ does. What a field may hold is checked here; what the engine makes of it is tran
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+
+from .front_ends import known
 
 # A body of megabytes that is wrong a million times must not cost a million errors while nobody else is served: lists stop at
 # the first, and what has no order has a largest size.
 MAX_FIELDS = 200
 MAX_STOPS = 16
 MAX_BIASES = 4096
+MAX_TEXTS = 2048  # OpenAI's, of /v1/embeddings
 
 Item = TypeVar("Item")
 
@@ -33,6 +36,12 @@ def _at_most(n: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _some(n: int | None) -> int | None:
+    if n is not None and n < 1 and n != -1:
+        raise ValueError("give 1 or more, or -1 for the server's default")
+    return n
+
+
 def _prompt(given: Any) -> Any:
     """A text, or tokens; also in a list of its own."""
     one = given[0] if isinstance(given, list) and len(given) == 1 and isinstance(given[0], (str, list)) else given
@@ -43,15 +52,37 @@ def _prompt(given: Any) -> Any:
     raise ValueError("give a text or a list of token ids")
 
 
+def _texts(given: Any) -> Any:
+    """A text, a list of texts, token ids, or a list of lists of token ids: to a list of texts or of lists of ids."""
+    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
+        given = [given]
+    if not isinstance(given, list) or not given:
+        raise ValueError("give a text, a list of texts, a list of token ids, or a list of such lists, and at least one")
+    if len(given) > MAX_TEXTS:
+        raise ValueError(f"{len(given)} inputs are too many: up to {MAX_TEXTS} go into one request")
+    kind = str if isinstance(given[0], str) else list
+    for i, one in enumerate(given):
+        if not isinstance(one, kind):
+            raise ValueError(
+                f"input {i} is of another kind than the first: give only texts, or only lists of token ids"
+            )
+        if not one:
+            raise ValueError(f"input {i} is empty: leave it out")
+        if kind is list and not all(type(token) is int for token in one):
+            raise ValueError(f"input {i} has what is no token id")
+    return given
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    _is_request: ClassVar[bool] = False  # a whole one, in which front ends put fields of their own
 
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, given: Any) -> Any:
         if isinstance(given, dict) and len(given) > MAX_FIELDS:
             raise ValueError(f"{len(given)} parameters are too many")
-        return given
+        return known(given, set(cls.model_fields)) if isinstance(given, dict) and cls._is_request else given
 
 
 class Part(BaseModel):
@@ -92,10 +123,11 @@ class ResponseFormat(_Body):
 class SamplingFields(_Body):
     """What both kinds of completion take. None is always "not given"."""
 
+    _is_request = True
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=-1)  # -1: LM Studio's and llama-server's "no limit"
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -109,6 +141,7 @@ class SamplingFields(_Body):
     top_k: int | None = Field(None, ge=0, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repeat_penalty: float | None = Field(None, gt=0, le=100)
+    repeat_last_n: int | None = Field(None, ge=-1, lt=2**31)
     grammar: str | None = None
     ignore_eos: bool | None = None
     # Without an effect on the answer of one local model.
@@ -123,8 +156,8 @@ class SamplingFields(_Body):
 
 class ChatBody(SamplingFields):
     messages: Few[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Annotated[int | None, AfterValidator(_some)] = None
+    max_tokens: Annotated[int | None, AfterValidator(_some)] = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Few[dict[str, Any]] | None = None
@@ -144,6 +177,15 @@ class TextBody(SamplingFields):
     suffix: str | None = None
 
 
+class EmbeddingsBody(_Body):
+    _is_request = True
+    model: str
+    input: Annotated[list[Any], BeforeValidator(_texts)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+    user: str | None = None  # without an effect
+
+
 class TokenizeBody(_Body):
     content: str
     add_special: bool = False
@@ -154,3 +196,11 @@ class TokenizeBody(_Body):
 class DetokenizeBody(_Body):
     tokens: Few[int]
     model: str | None = None
+
+
+Body = TypeVar("Body", bound=_Body)
+
+
+def lenient(kind: type[Body]) -> type[Body]:
+    """The same, but unknown fields are left out."""
+    return type(kind.__name__, (kind,), {"model_config": ConfigDict(extra="ignore"), "__module__": kind.__module__})

@@ -23,14 +23,8 @@ SSE = [
 Done = Callable[[Finish], None]
 
 
-class Answer(Response):
-    """Everything after submit() happens in __call__, so that there is no way out that leaves the sequence in the engine."""
-
-    def __init__(self, stream: Stream, shape: Shape, done: Done):
-        super().__init__()
-        self._stream = stream
-        self._shape = shape
-        self._done = done
+class UntilGone(Response):
+    """Everything after submit() happens in __call__, so that there is no way out that leaves work in the engine."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         work = asyncio.ensure_future(self._work(scope, receive, send))
@@ -40,14 +34,31 @@ class Answer(Response):
             if work.done():
                 work.result()
         finally:
-            if not self._stream.is_done:
-                self._stream.cancel()
+            self._cancel()
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _work(self, scope: Any, receive: Any, send: Any) -> None:
         raise NotImplementedError
+
+    def _cancel(self) -> None:
+        """What still runs."""
+        raise NotImplementedError
+
+
+class Answer(UntilGone):
+    """Of the tokens of a stream."""
+
+    def __init__(self, stream: Stream, shape: Shape, done: Done):
+        super().__init__()
+        self._stream = stream
+        self._shape = shape
+        self._done = done
+
+    def _cancel(self) -> None:
+        if not self._stream.is_done:
+            self._stream.cancel()
 
     def _end(self) -> Finish:
         """How it ended. Raises ApiError when that is no answer."""
@@ -69,7 +80,7 @@ class WholeAnswer(Answer):
             text = "".join(event.text for event in events)
             reply: Response = Json(self._shape.whole(text, events, finish))
         except Exception as error:
-            reply = _told(error).response()
+            reply = told(error).response()
         await reply(scope, receive, send)
 
 
@@ -89,7 +100,7 @@ class StreamedAnswer(Answer):
                 await say(data)
             await say("data: [DONE]\n\n", more=False)
         except Exception as error:  # the status is sent already
-            await say(_event(_told(error).body), more=False)
+            await say(_event(told(error).body), more=False)
 
     async def _chunks(self) -> AsyncIterator[str]:
         if (first := self._shape.first()) is not None:
@@ -145,9 +156,9 @@ async def _until_gone(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
-def _told(error: Exception) -> ApiError:
+def told(error: Exception) -> ApiError:
     """What the client is told; the log has more when it is our fault."""
-    told = of_error(error)
-    if told.status == 500:
+    known = of_error(error)
+    if known.status == 500:
         logging.getLogger("hybrid_moe_ext.server").error("a request failed", exc_info=error)
-    return told
+    return known

@@ -21,6 +21,7 @@ def chat_request(body: ChatBody, engine: Engine, template: ChatTemplate, timeout
     tools = _tools(body, template)
     prompt = template.tokens(body, tools)
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    given = None if given == -1 else given
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _request(body, engine, prompt, given, logprobs, timeout_s)
 
@@ -30,6 +31,7 @@ def text_request(body: TextBody, engine: Engine, timeout_s: float) -> Request:
         if getattr(body, name) not in (None, default):
             raise ApiError(400, f"'{name}' is not supported: leave it out", "unsupported_parameter", name)
     given = DEFAULT_TEXT_TOKENS if body.max_tokens is None else body.max_tokens
+    given = engine.options.default_max_tokens if given == -1 else given
     prompt = engine.tokenize(body.prompt) if isinstance(body.prompt, str) else body.prompt
     return _request(body, engine, prompt, given, body.logprobs, timeout_s)
 
@@ -109,7 +111,8 @@ def _sampling(body: SamplingFields, engine: Engine) -> Sampling:
     }
     return Sampling(
         **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
-        penalty_last_n=-1,  # OpenAI's penalties look at the whole text
+        # OpenAI's penalties look at the whole text.
+        penalty_last_n=-1 if body.repeat_last_n is None else body.repeat_last_n,
         seed=body.seed,
         logit_bias=_bias(body, engine.n_vocab),
         grammar=body.grammar,

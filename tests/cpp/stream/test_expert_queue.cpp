@@ -148,6 +148,14 @@ void absent_worker() {
     ExpertQueue queue(experts(8, 1, 2), n_bytes, {link(24), link(1e6)});
     queue.leave(1);
     for (int i = 0; i < 8; i++) expect(queue.take(0, 1.0).has_value(), "one that has left gets nothing more");
+    // Several that leave to one another: the last one stays, whoever it is.
+    ExpertQueue three(experts(8, 1, 2), n_bytes, {link(24), link(24), link(1)});
+    expect(three.leave_to_others(1) && three.leave_to_others(0) && !three.leave_to_others(2), "the last one stays");
+    int n = 0;
+    for (double now = 1; !three.is_empty(); now += 1) n += three.take(2, now).has_value();
+    expect(n == 8, "it takes what is left, slow as it is");
+    ExpertQueue alone(experts(8, 1, 2), n_bytes, {link(24)});
+    expect(!alone.leave_to_others(0), "there are no others");
 }
 
 void claims() {

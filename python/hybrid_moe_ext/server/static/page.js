@@ -1,22 +1,9 @@
 // The chat page: messages go to /v1/chat/completions, tokens are shown as they come, with the time to the first and tokens/s.
 "use strict";
 
-const $ = (id) => document.getElementById(id);
 const messages = [];
 let model = "";
 let running = null; // AbortController of the answer that is being written
-
-function headers() {
-  const key = $("key").value;
-  return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
-}
-
-async function checked(answer) {
-  if (answer.ok) return answer;
-  if (answer.status === 401) $("key-row").hidden = false;
-  const told = await answer.json().catch(() => null);
-  throw new Error(told?.error?.message ?? `the server answered ${answer.status}`);
-}
 
 function paragraph(kind, text) {
   const p = document.createElement("p");
@@ -80,6 +67,7 @@ async function answer(text) {
     running = null;
     $("stop").hidden = true;
     $("send").disabled = false;
+    refresh();
     if (reply) messages.push({ role: "assistant", content: reply });
     else messages.pop();
   }
@@ -98,14 +86,27 @@ async function findModel() {
   $("model").textContent = `${model}, ${list.data[0].context_length} tokens of context`;
 }
 
-async function showRunning() {
+// What needs a key is not asked for before there is one.
+async function begin() {
   try {
-    const text = await (await checked(await fetch("/metrics", { headers: headers() }))).text();
-    const value = (name) => Number(text.match(new RegExp(`^hybrid_moe_${name} (\\S+)`, "m"))?.[1] ?? 0);
-    $("running").textContent = `${value("running_now")} running, ${value("queued_now")} waiting`;
-  } catch {
-    $("running").textContent = "";
+    const health = await (await fetch("/health")).json();
+    if (health.needs_key && !$("key").value) {
+      $("key-row").hidden = false;
+      return;
+    }
+    await findModel();
+    $("key-row").hidden = true;
+    $("key-trouble").textContent = "";
+    refresh();
+  } catch (error) {
+    $("key-trouble").textContent = error.message;
   }
+}
+
+function refresh() {
+  if (!model) return;
+  refreshRequests();
+  if ($("timeline-box").open) refreshTimeline();
 }
 
 $("form").addEventListener("submit", (event) => {
@@ -127,7 +128,7 @@ $("clear").addEventListener("click", () => {
   messages.length = 0;
   $("talk").replaceChildren();
 });
-$("key").addEventListener("change", () => findModel().then(() => { $("key-row").hidden = true; }, () => {}));
-findModel().catch(() => {});
-showRunning();
-setInterval(() => document.hidden || showRunning(), 2000);
+$("key").addEventListener("change", begin);
+$("timeline-box").addEventListener("toggle", refresh);
+begin();
+setInterval(() => document.hidden || refresh(), 1000);
