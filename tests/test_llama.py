@@ -64,7 +64,7 @@ def test_stock_gguf_with_and_without_the_plug_in(kind):
 def test_greedy_tokens_scalar_and_avx2_mmap_on_and_off():
     results = set()
     script = (
-        "import models, test_llama, sys, json, hybrid_moe_ext as h;"
+        "import hybrid_moe_ext as h, models, test_llama, sys, json;"
         "m = h.Llama(models.fp8_directory(), use_mmap=sys.argv[1] == '1', **models.OPTIONS);"
         "print(json.dumps([m.status.isa, test_llama.greedy(m)]))"
     )
