@@ -164,10 +164,34 @@ def test_the_model_stays_while_a_thread_reads_it() -> None:
         httpx.post(f"{host.url}/v1/embeddings", json=body, timeout=httpx.Timeout(5, read=0.2))
 
 
+def test_who_is_cut_when_the_server_ends_is_told() -> None:
+    """Its texts are still being tokenized when drain_s is over."""
+    answers: list[httpx.Response] = []
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    with serving(drain_s=0.05) as host:
+        real = host.engine.tokenize
+
+        def held(*arguments: object) -> list[int]:
+            has_begun.set()
+            assert may_go_on.wait(DEADLOCK_S)
+            return real(*arguments)
+
+        def ask() -> None:
+            answers.append(host.post("/v1/embeddings", json={"model": MODEL, "input": "a"}))
+            may_go_on.set()
+
+        host.engine.tokenize = held
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert has_begun.wait(DEADLOCK_S)
+    asking.join(DEADLOCK_S)
+    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutting_down"
+
+
 def test_an_engine_that_closes_tells_who_waits() -> None:
-    with serving(embedding_ctx=500) as host:
-        embedder = Embedder(host.engine, n_ctx=500)
-        waiting = [embedder.submit([list(host.tokens(LONG))] * 500) for _ in range(2)]
+    with engine() as e:
+        embedder = Embedder(e, n_ctx=500)
+        waiting = [embedder.submit([e.tokenize(LONG)] * 500) for _ in range(2)]
     for one in waiting:
         with pytest.raises(EngineClosed):
             one.future.result(DEADLOCK_S)
