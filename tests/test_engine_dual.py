@@ -20,6 +20,7 @@ from hybrid_moe_ext.engine import Engine, StepReport
 from hybrid_moe_ext.engine import engine as engine_module
 from hybrid_moe_ext.engine.dual import Measured
 from hybrid_moe_ext.engine.measure import measure as real_measure
+from hybrid_moe_ext.errors import EngineClosed
 
 MODELS = ["demo", "gpt-oss-120b", "mamba"]
 
@@ -155,6 +156,26 @@ def test_close_tells_both_lanes() -> None:
         assert streams[0].next(DEADLOCK_S) is not None
     for s in streams:
         assert s.is_done
+
+
+def test_closing_while_a_lane_lets_somebody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other lane has ended by then, and told all that waited."""
+    with dual("qwen3-30b") as e:
+        cache, first = e._workers[1]._cache, e._threads[0]
+        real = cache.open
+
+        def closing(*arguments: object) -> object:
+            e._mail.close()
+            first.join(2)  # it ends now, or waits for us
+            return real(*arguments)
+
+        monkeypatch.setattr(cache, "open", closing)
+        streams = [e.submit(greedy(prompt(9, seed=i), 200)) for i in range(6)]
+        for s in streams:
+            with pytest.raises(EngineClosed):
+                list(s)
+        e.close_threads()
+        assert e._mail.failure is None
 
 
 @pytest.mark.parametrize("wins", [False, True])

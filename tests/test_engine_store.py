@@ -418,3 +418,15 @@ def test_random_requests(name: str, options: dict) -> None:
         if options.get("store_mib", 1) < 1:
             assert m.store_evictions > 0
         assert_nothing_leaked(e)
+
+
+def test_what_another_lane_writes_meanwhile_leaves_nothing_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the store and the lease of what it has, another lane wrote all of this long prompt."""
+    with engine("qwen3-30b", n_kept=0) as e:
+        text = prompt(90, seed=1)
+        result(e.submit(greedy(text, 4)))
+        monkeypatch.setattr(e._store, "find", lambda prompt: 0)
+        r = result(e.submit(greedy(text, 8)))
+        assert_solo("qwen3-30b", text, r.tokens, is_whole=8)
+        assert r.finish.metrics.via == "decode" and r.finish.metrics.n_stored == r.finish.metrics.n_reused == 89
+        assert_nothing_leaked(e)

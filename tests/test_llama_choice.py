@@ -95,7 +95,8 @@ def test_it_can_be_left_out_and_named(own):
     rewrite(own, patches=(patched.Patch("0001-x", "x", "always on", "0"),))  # another's patches: only by name
     assert ask(HYBRID_MOE_LLAMA=own.key).patches == ["0001-x"]
     told = ask()
-    assert told.kind == "stock" and "has other patches than this package brings" in told.why
+    assert told.kind == "stock" and f"choose it by HYBRID_MOE_LLAMA={own.key}" in told.why
+    assert (told.stderr != "") == bool(own.patches)  # with no patches of its own, this package misses nothing
 
 
 def test_what_is_named_and_cannot_be_used_is_an_error(own):

@@ -20,7 +20,7 @@ from server_host import MODEL, PROMPTS, Host, serving, wait_for
 
 LONG = "free software and the licence of it " * 40  # more tokens than a batch
 TEXTS = [*PROMPTS, LONG, "a", "Löschen 🙂"]
-TOLERANCE = 1e-4  # of a unit vector's components; what the batch around a text moves
+TOLERANCE = 5e-4  # of a unit vector's components; what flash attention and the batch around a text move: 1.5e-4
 
 
 @pytest.fixture(scope="module")

@@ -105,8 +105,11 @@ class Admission:
             self._mail.waiting.remove(running)
             self._lane.running.append(running)
         running.lane = self._lane.number
-        running.admitted(sequence, "prefill" if is_long else "decode")
+        running.admitted(sequence)
         begin = self._exchange.begin(running, is_long)
-        if is_long:
+        # What the store has can have grown since find(), by another lane's sequences: what is left may be short, or nothing, of
+        # which no piece would ever come back.
+        if is_long and len(running.prompt) - begin >= self._options.prefill_from:
+            running.metrics.via = "prefill"
             running.job = Job(running, self._lane.number, running.prompt[:-1], begin, running.lease)
             self._mail.send(running.job)

@@ -215,7 +215,8 @@ class DecodeWorker:
 
     def end(self) -> None:
         """After the last step: every stream is told."""
-        with self._mail.changed:
+        # Whom the other worker lets in just now is its own to tell.
+        with self._lanes.nobody_admits(), self._mail.changed:
             self._mail.closing = True
             unfinished = [*self._running, *self._mail.waiting]
             self._mail.waiting.clear()

@@ -49,7 +49,7 @@ class Lanes:
 
     def __init__(self, cells: Sequence[int], n_parallel: int, dual: DualBatch):
         self.all = [Lane(number, n) for number, n in enumerate(cells)]
-        self._admitting = threading.Lock()
+        self._admitting = threading.Lock()  # before the mailbox's condition, where both are held
         self._has_missed = False
         self._n_parallel = n_parallel
         self._dual = dual
@@ -82,6 +82,10 @@ class Lanes:
         self._admitting.release()
         has_missed, self._has_missed = self._has_missed, False
         return has_missed
+
+    def nobody_admits(self) -> threading.Lock:
+        """Waits for who does, `with` it."""
+        return self._admitting
 
     def assign(self, running: Running, waiting: Sequence[Running]) -> None:
         """Chooses a request's lane, once. `waiting`: all that wait, this one and those that have a lane already included."""

@@ -59,6 +59,7 @@ class PrefillWorker:
 
     def _begin(self, job: Job) -> None:
         """Goes on from the common prefix with the last prompt, if this memory can forget the rest."""
+        assert job.begin < len(job.tokens), "a job without a piece to send never ends"
         n = common(self._has, job.tokens)
         if n and self._context.memory.goes_in_pieces and self._context.remove(_MAIN, n):
             self._has = job.tokens[:n]

@@ -53,9 +53,9 @@ class Running:
         """Tokens of the prompt that are still to be computed."""
         return len(self.prompt) - self.sequence.n if self.sequence else len(self.prompt)
 
-    def admitted(self, sequence: Sequence, via: str) -> None:
+    def admitted(self, sequence: Sequence) -> None:
         self.sequence = sequence
-        self.metrics.via = via
+        self.metrics.via = "decode"
         self.metrics.n_reused = sequence.n_shared
         self.metrics.queue_s = time.monotonic() - self.submitted_at
 

@@ -96,19 +96,20 @@ def load_llama_cpp() -> None:
     if wanted == STOCK:
         _choice = Choice(STOCK, why=f"{VARIABLE}={STOCK}")
         return
-    refused = []
+    refused: list[BuildError] = []
     for key in [wanted] if wanted != AUTO else cache.build_keys():
         try:
             build = _usable(key, is_forced=wanted != AUTO)
             _import_with(build)
         except BuildError as error:
-            refused.append(str(error))
+            refused.append(error)
         else:
             _choice = Choice("patched", build)
             return
-    why = refused[0] if refused else ""
-    if why and wanted == AUTO:
-        logging.getLogger("hybrid_moe_ext").warning("the patched llama.cpp is not used: %s", why)
+    why = str(refused[0]) if refused else ""
+    missed = [error for error in refused if not isinstance(error, _Foreign)]
+    if missed and wanted == AUTO:
+        logging.getLogger("hybrid_moe_ext").warning("the patched llama.cpp is not used: %s", missed[0])
     _choice = Choice(STOCK, why=why, error=_forced(wanted, why))
 
 
@@ -143,6 +144,10 @@ def file_is_of(build: Build, lib: Path) -> bool:
     return cache.file_facts(lib / "libllama.so") == build.files.get("libllama.so")
 
 
+class _Foreign(BuildError):
+    """A build with another's patches while this package has none: nobody misses it."""
+
+
 def _usable(key: str, is_forced: bool) -> Build:
     """Raises BuildError, one sentence, when it must not be loaded here. `is_forced`: it was named, so it may be another's."""
     if is_forced and key not in cache.build_keys():
@@ -158,10 +163,11 @@ def _usable(key: str, is_forced: bool) -> Build:
         ) from error
     if build.release != installed:
         raise BuildError(f"build {key} is for llama-cpp-python {build.release}, {installed} is installed: {REMEDY}")
-    if not is_forced and digest(list(build.patches)) != _own_digest():
-        raise BuildError(
-            f"build {key} has other patches than this package brings: {REMEDY}, or choose it by {VARIABLE}={key}"
-        )
+    if not is_forced and digest(list(build.patches)) != digest(_own_patches()):
+        by_name = f"choose it by {VARIABLE}={key}"
+        if not _own_patches():
+            raise _Foreign(f"build {key} has patches that are not this package's, which brings none: {by_name}")
+        raise BuildError(f"build {key} has other patches than this package brings: {REMEDY}, or {by_name}")
     if changed := build.changed_file():
         raise BuildError(f"{build.lib / changed} is not as it was built: {REMEDY}")
     if lacking := sorted(set(build.cpu) - set(cpu_features())):
@@ -176,8 +182,8 @@ def _usable(key: str, is_forced: bool) -> Build:
 
 
 @functools.cache
-def _own_digest() -> str:
-    return digest(read_patches(patches_folder()))
+def _own_patches() -> list[Patch]:
+    return read_patches(patches_folder())
 
 
 def stock_backends() -> list[str]:
