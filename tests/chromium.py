@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 240
+PATIENCE_S = 120
 
 
 def program() -> str | None:
@@ -34,7 +35,8 @@ class Page:
         self._answers: dict[int, queue.Queue] = {}
         self._n = 0
         self._session: str | None = None
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -61,6 +63,8 @@ class Page:
                 *whole, held = (held + part).split(b"\0")
                 for message in whole:
                     self._heard(json.loads(message))
+        for waiting in tuple(self._answers.values()):
+            waiting.put({"error": "the browser has ended"})
 
     def _heard(self, message: dict[str, Any]) -> None:
         if "id" in message:
@@ -123,17 +127,21 @@ def browsing(folder: Path) -> Iterator[Page]:
         "--disable-background-networking", "--disable-component-update", f"--user-data-dir={folder}", "about:blank",
     ]  # fmt: skip
     with open(folder / "chromium.log", "wb") as log:
-        process = subprocess.Popen(command, pass_fds=(to_it, from_it), stdout=log, stderr=log)
+        process = subprocess.Popen(command, pass_fds=(to_it, from_it), stdout=log, stderr=log, start_new_session=True)
     os.close(to_it)
     os.close(from_it)
-    try:
-        with os.fdopen(from_us, "wb") as send, os.fdopen(to_us, "rb") as receive:
+    with os.fdopen(from_us, "wb") as send, os.fdopen(to_us, "rb") as receive:
+        page = None
+        try:
             page = Page(send, receive)
             yield page
             page._session = None
             with contextlib.suppress(Exception):
                 page.call("Browser.close")
-            process.wait(PATIENCE_S)
-    finally:
-        process.kill()
-        process.wait()
+        finally:
+            # All its processes: as long as one has the pipe open, the listener reads, and a file that is read cannot be closed.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if page is not None:
+                page._listener.join(PATIENCE_S)

@@ -405,6 +405,27 @@ def test_close_while_running() -> None:
     e.close()
 
 
+def test_the_model_stays_while_a_caller_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that closes waits for a submit() in another thread's tokenizer; later ones read nothing any more."""
+    e = engine("demo")
+    real, closing = e.llama.tokenize, threading.Thread(target=e.close)
+
+    def tokenize(*arguments: object) -> list[int]:
+        closing.start()
+        closing.join(2)
+        assert closing.is_alive() and e.llama.model is not None
+        return real(*arguments)
+
+    monkeypatch.setattr(e.llama, "tokenize", tokenize)
+    with pytest.raises(errors.EngineClosed):
+        e.submit(greedy([5], 5)) if e.tokenize("This program is") else None
+    closing.join(DEADLOCK_S)
+    assert not closing.is_alive()
+    for use in (lambda: e.tokenize("a"), lambda: e.detokenize([5]), lambda: e.submit(greedy([5], 5))):
+        with pytest.raises(errors.EngineClosed):
+            use()
+
+
 def test_drain() -> None:
     gate = Gate()
     with engine("qwen3-30b", on_step=gate) as e:

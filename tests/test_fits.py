@@ -46,6 +46,8 @@ def two_gpus(simgpu, monkeypatch):
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch):
     monkeypatch.delenv("GGML_BACKEND_PATH", raising=False)
+    monkeypatch.setenv("LLAMA_TOKEN_TILE", "0")  # the stock graph, also where this machine has a patched build
+    monkeypatch.setenv("LLAMA_MLA_DECOMPRESS", "0")
 
 
 # --- shapes

@@ -21,6 +21,7 @@ import pytest
 from conftest import ROOT
 from hybrid_moe_ext.patched.patch_files import apply_patches, read_patches
 from models import nmse
+from simgpu.build import library
 from tiny_families import tiny, write_model
 
 PATCHES = sorted((ROOT / "patches").glob("*.patch"))
@@ -118,6 +119,30 @@ def test_switched_on_the_logits_are_the_same(family: str, switch: str, folder: P
         assert nmse(on[f"{name}/flash"], rows) <= 2 * flash_error, name
 
 
+@needs_build
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+def test_a_prompt_through_the_plugin_ends_in_the_same_text(device: str, pytestconfig: pytest.Config) -> None:
+    """The bundled model, its experts by our back end: on the CPU, or streamed to a simulated GPU that runs attention."""
+    arguments = [sys.executable, CHILDREN / "prompt.py", ROOT / "models" / "tiny-deepseek-v3-fp8"]
+    if device == "simgpu":
+        assert pytestconfig.cache is not None
+        arguments.append(library(pytestconfig.cache.mkdir("simgpu")))
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("LLAMA_", "SIMGPU_"))}
+    on = {"LLAMA_CPP_LIB_PATH": str(LIBRARIES), **SWITCHES["decompressed in tiles"]}
+    told = []
+    for environment in ({"HYBRID_MOE_LLAMA": "stock"}, on):
+        done = subprocess.run(arguments, env=plain | environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        told.append(json.loads(done.stdout.splitlines()[-1]))
+    stock, patched = told
+    assert patched["tokens"] == stock["tokens"] and patched["logits"] != stock["logits"]
+    assert nmse(np.array(patched["logits"]), np.array(stock["logits"])) <= 1e-4  # F16 caches and flash attention
+    for answer in told:
+        assert answer["devices"] == (["SimGPU0"] if device == "simgpu" else [])
+        assert answer["streamed"] == (stock["streamed"] if device == "simgpu" else 0)
+    assert device == "cpu" or stock["streamed"] > 0
+
+
 def _account(model: str, n_ctx: int, n_ubatch: int, **environment: str) -> dict[str, float]:
     plain = {key: value for key, value in os.environ.items() if not key.startswith("LLAMA_")}
     plain["HYBRID_MOE_LLAMA"] = "stock"  # not a patched build of this machine
@@ -132,7 +157,7 @@ def _account(model: str, n_ctx: int, n_ubatch: int, **environment: str) -> dict[
 @needs_build
 def test_deepseek_v3_takes_a_prompt_of_32k_in_one_pass_beside_its_weights() -> None:
     stock = _account("deepseek-v3", 32768, 32768)
-    on = {"LLAMA_CPP_LIB_PATH": str(LIBRARIES), "LLAMA_TOKEN_TILE": "4096", "LLAMA_MLA_DECOMPRESS": "512"}
+    on = {"LLAMA_CPP_LIB_PATH": str(LIBRARIES), "LLAMA_TOKEN_TILE": "4096", "LLAMA_MLA_DECOMPRESS": "1024"}
     patched = _account("deepseek-v3", 32768, 32768, **on)
     assert patched["compute GPU0"] <= 4.0 < stock["compute GPU0"]
     attention = [a["scores and values"] + a["expansion"] for a in (patched, stock)]
@@ -141,5 +166,5 @@ def test_deepseek_v3_takes_a_prompt_of_32k_in_one_pass_beside_its_weights() -> N
 
 @needs_build
 def test_a_short_prompt_has_the_stock_graph() -> None:
-    on = {"LLAMA_CPP_LIB_PATH": str(LIBRARIES), "LLAMA_TOKEN_TILE": "512", "LLAMA_MLA_DECOMPRESS": "513"}
+    on = {"LLAMA_CPP_LIB_PATH": str(LIBRARIES), "LLAMA_TOKEN_TILE": "4096", "LLAMA_MLA_DECOMPRESS": "1024"}
     assert _account("deepseek-v3", 32768, 512, **on) == _account("deepseek-v3", 32768, 512)

@@ -229,7 +229,7 @@ def impatient(client: httpx.Client, url: str, body: dict) -> None:
 
 
 def test_metrics_and_health(host: Host, client: openai.OpenAI) -> None:
-    assert httpx.get(f"{host.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{host.url}/health").json() == {"status": "ok", "needs_key": False}
     before = samples(host)
     complete(client, PROMPTS[2])
     list(complete(client, PROMPTS[2], stream=True))

@@ -1,4 +1,4 @@
-"""What front ends send, replayed: fields of their own beside OpenAI's, after their sources and documents (docs/front-ends.md)."""
+"""What front ends send, replayed: bodies with fields beside OpenAI's, from general knowledge of them (docs/front-ends.md)."""
 
 from __future__ import annotations
 

@@ -387,7 +387,15 @@ def test_an_engine_that_failed_is_told() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_body_mib": -1}, {"timeout_s": "long"}, {"cors_origins": ("chat.example",)}, {"api_key": "schlüssel"}],
+    [
+        {"max_body_mib": -1},
+        {"timeout_s": "long"},
+        {"cors_origins": ("chat.example",)},
+        {"api_key": "schlüssel"},
+        {"embedding_ctx": 64.5},
+        {"embeddings": "first"},
+        {"unknown_fields": "lenient"},
+    ],
 )
 def test_wrong_options(wrong: dict) -> None:
     with pytest.raises(OptionError, match=next(iter(wrong))):

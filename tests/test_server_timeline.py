@@ -67,3 +67,12 @@ def test_the_plug_in_keeps_the_last_prefill_and_no_decode() -> None:
         assert 0 < n <= 4096
         library().hybrid_moe_record(0)
         assert json.loads(library().hybrid_moe_recorded(1, 0, 2**62)) == []
+
+
+def test_another_engine_has_no_prefill_of_this_one() -> None:
+    with engine() as first:
+        seen = Timeline(first)
+        result(first.submit(greedy(prompt(200), 1)))
+        assert seen.read()["lanes"]
+    with engine() as second:
+        assert Timeline(second).read()["why"] == "No prompt has been computed yet."

@@ -19,6 +19,7 @@ import llama_cpp.llama_cpp as C
 from .errors import OptionError, PluginError
 from .options import ENV_PREFIX, Options, origin
 from .patched import check as check_llama
+from .patched import set_switches
 from .patched.source import RELEASE
 
 DEVICE = "HybridMoE"
@@ -200,6 +201,7 @@ def register(options: Options | None = None) -> Status:
     """
     options = options or Options.resolve()
     check_llama()
+    set_switches()
     lib = library()
     _check_isa(options, lib)
     with _lock:

@@ -21,11 +21,14 @@ from .expert_size import ExpertSize
 from .gpus import Gpu, choose_gpus, find_gpus
 from .loading import BufferOverrides, point
 from .options import Options
+from .patched.switches import TILE, switched_on
 
 # Tokens per pass, at most. A pass streams all experts: with 51 GB/s that is the time in which one GPU of today computes about so
 # many tokens (DeepSeek-V3: 13 s), so more tokens save nothing, and they take the memory that look-ahead streams into. In host
 # memory so many cost 64 MiB in llama-cpp-python's batch, and 2 bytes per token of the pass and of the context for the mask.
 MOST_TOKENS = 16384
+# With graphs in token tiles (patches/0001), whose buffers for these cost less than for 16384 without.
+MOST_TOKENS_IN_TILES = 32768
 # With logits for every token; each needs a row of the vocabulary in device and host memory.
 MOST_TOKENS_WITH_LOGITS = 2048
 # llama.cpp's own default. Below, streaming is rarely worth it.
@@ -36,6 +39,11 @@ _TILE_ROWS = 1024  # rows of one expert that are computed at once: device_tile_r
 
 # Sent to "the CPU", llama.cpp asks all buffer types of host memory, ours first: type by type they come here or stay its own.
 _EXPERTS = rb"\.ffn_(up|down|gate|gate_up)_(ch)?exps\."
+
+
+def most_tokens() -> int:
+    """Of a pass, where memory allows it: by what this process's llama.cpp can do."""
+    return MOST_TOKENS_IN_TILES if TILE in switched_on() else MOST_TOKENS
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,7 @@ class Placer:
 
     def _most(self, model: Any, params: Any) -> int:
         n_ctx = params.n_ctx or C.llama_model_n_ctx_train(model)
-        cap = MOST_TOKENS_WITH_LOGITS if self._wants_all_logits() else MOST_TOKENS
+        cap = MOST_TOKENS_WITH_LOGITS if self._wants_all_logits() else most_tokens()
         return min(n_ctx, cap, self._given.get("n_batch", cap))
 
     def _fewest(self, params: Any) -> int:

@@ -140,7 +140,7 @@ def _round(
         play(warm_up(load), sent_to)
         served = play(load, sent_to)
         if any(s.error for s in served):
-            server.check_alive()
+            server.check_alive(peers.DYING_S)
         return served, {}
 
 

@@ -20,6 +20,7 @@ from ..errors import OptionError, PluginError
 
 START_S = 600  # a model of hundreds of gigabytes is read in this time
 END_S = 30
+DYING_S = 5  # between a connection that breaks and the end of the process
 LAST_LINES = 5
 
 
@@ -28,8 +29,10 @@ class ServerProcess:
         self.what, self.port = what, port
         self._process, self._log = process, log
 
-    def check_alive(self) -> None:
-        """Raises PluginError with its log's last lines when it has ended."""
+    def check_alive(self, patience_s: float = 0) -> None:
+        """Raises PluginError with its log's last lines when it has ended, or does within so long."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
         code = self._process.poll()
         if code is not None:
             self._log.seek(0)

@@ -16,7 +16,7 @@ from .._native import ggml_function
 from ..errors import HybridMoeError
 from ..fits import DeviceUse, Fits, fits
 from ..fits.accounting import gpus_here
-from ..placement import MOST_TOKENS
+from ..placement import most_tokens
 from .terminal import write
 
 GIB = 1 << 30
@@ -72,9 +72,9 @@ def summary(a: Fits) -> list[str]:
 
 
 def _above_default(n_ubatch: int) -> list[str]:
-    if n_ubatch <= MOST_TOKENS:
+    if n_ubatch <= most_tokens():
         return []
-    return [f"              Llama takes up to {MOST_TOKENS} by itself; more needs n_ubatch= (or -ub)"]
+    return [f"              Llama takes up to {most_tokens()} by itself; more needs n_ubatch= (or -ub)"]
 
 
 def _attention(a: Fits) -> list[str]:

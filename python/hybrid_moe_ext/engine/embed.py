@@ -55,7 +55,7 @@ class Embedding:
 class Embedder:
     """`pooling`: which tokens of a text its vector is made of: "last", "mean", or "auto": what the model file says
     (pooling_type), else the last one, which is the only token of a decoder that has seen the whole text. `n_ctx`: tokens of
-    the longest text. Raises OptionError. Closed with its engine.
+    the longest text. Raises OptionError or EngineClosed. Closed with its engine.
     """
 
     def __init__(self, engine: Engine, pooling: str = "auto", n_ctx: int = 2048):
@@ -64,9 +64,10 @@ class Embedder:
         if n_ctx < 16:
             raise OptionError(f"n_ctx={n_ctx} is not possible for embeddings: give 16 tokens at least")
         self._engine = engine
-        self.pooling = _pooling_of(engine) if pooling == "auto" else pooling
+        with engine._users:
+            self.pooling = _pooling_of(engine) if pooling == "auto" else pooling
+            self.n_embd = int(C.llama_model_n_embd_out(engine.llama.model))
         self.n_ctx = min(n_ctx, engine.n_ctx)
-        self.n_embd = int(C.llama_model_n_embd_out(engine.llama.model))
         self.thread_id: int | None = None  # the system's, of the worker
         self._changed = threading.Condition()
         self._waiting: deque[Embedding] = deque()
@@ -75,8 +76,14 @@ class Embedder:
         engine.closers.append(self.close)
 
     def submit(self, texts: Sequence[Sequence[int]], deadline_s: float | None = None) -> Embedding:
-        """`texts`: token ids of each. Raises RequestError, EngineBusy or EngineClosed."""
-        for tokens in texts:
+        """`texts`: token ids of each. Raises RequestError, EngineBusy, EngineClosed (while the engine drains, too), or
+        EngineError when the engine has stopped."""
+        for i, tokens in enumerate(texts):
+            if len(tokens) > self.n_ctx:
+                raise RequestError(
+                    f"text {i} has {len(tokens)} tokens, the context for embeddings holds {self.n_ctx}: shorten the text, or "
+                    "give a larger n_ctx"
+                )
             check_prompt(tokens, self._engine.n_vocab, self.n_ctx + 1)
         deadline = float("inf") if deadline_s is None else time.monotonic() + deadline_s
         made = Embedding([list(tokens) for tokens in texts], deadline)
@@ -87,6 +94,8 @@ class Embedder:
                 raise EngineClosed("the engine is closed: start another one")
             if len(self._waiting) >= self._engine.options.queue:
                 raise EngineBusy(f"{len(self._waiting)} requests for embeddings wait already: try again later")
+            self._engine._mail.embedding_comes()
+            made.future.add_done_callback(lambda _: self._engine._mail.embedding_ends())
             self._waiting.append(made)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="hybrid-moe-embed", daemon=True)

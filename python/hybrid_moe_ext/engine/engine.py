@@ -38,6 +38,7 @@ from .running import Running
 from .sampling import Sampler
 from .store import Store
 from .stream import Finish, Stream
+from .users import Users
 
 _MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 # Options of llama_cpp.Llama that mean something else here, and what to give instead.
@@ -73,6 +74,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._is_closed = False
+        self._users = Users()
         self._threads: list[threading.Thread] = []
         self._contexts: list[Context] = []
         self._decode_ctxs: list[Any] = []
@@ -94,6 +96,10 @@ class Engine:
 
     def submit(self, request: Request) -> Stream:
         """Raises RequestError, EngineBusy or EngineClosed at once; whatever comes later is the stream's to tell."""
+        with self._users:
+            return self._submit(request)
+
+    def _submit(self, request: Request) -> Stream:
         self._mail.check_open()
         request.check(self.n_vocab)
         prompt = self._tokens_of(request.prompt)
@@ -118,16 +124,18 @@ class Engine:
 
     def tokenize(self, text: str, add_bos: bool | None = None, special: bool = True) -> list[int]:
         """`add_bos` None: where the model wants it; `special`: its special tokens may be written out in the text."""
-        if C.llama_vocab_type(self._vocab) == C.LLAMA_VOCAB_TYPE_NONE:
-            raise RequestError("this model has no tokenizer: give token ids")
         if not isinstance(text, str):
             raise RequestError(f"a {type(text).__name__} cannot be tokenized: give text")
-        add = bool(C.llama_vocab_get_add_bos(self._vocab)) if add_bos is None else add_bos
-        return self.llama.tokenize(text.encode("utf-8", "replace"), add, special)
+        with self._users:
+            if C.llama_vocab_type(self._vocab) == C.LLAMA_VOCAB_TYPE_NONE:
+                raise RequestError("this model has no tokenizer: give token ids")
+            add = bool(C.llama_vocab_get_add_bos(self._vocab)) if add_bos is None else add_bos
+            return self.llama.tokenize(text.encode("utf-8", "replace"), add, special)
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         check_prompt(tokens, self.n_vocab, len(tokens) + 1)
-        return b"".join(piece(self._vocab, token) for token in tokens)
+        with self._users:
+            return b"".join(piece(self._vocab, token) for token in tokens)
 
     # --- state
 
@@ -161,7 +169,7 @@ class Engine:
 
     def _has_work(self) -> bool:
         with self._mail.changed:
-            return bool(self._lanes.n_running or self._mail.waiting)
+            return bool(self._lanes.n_running or self._mail.waiting or self._mail.n_embeddings)
 
     def close(self) -> None:
         """Ends all streams with EngineClosed and frees the model. May be called again, from any thread but the workers'."""
@@ -169,6 +177,7 @@ class Engine:
             if self._is_closed:
                 return
             self._is_closed = True
+            self._users.close()
             for close in self.closers:
                 close()
             self.close_threads()

@@ -58,6 +58,7 @@ class Mailbox:
     failure: BaseException | None = None  # of a worker: our bug
     n_decoding: int = 0  # sequences that the decode workers compute; read without waiting for them
     n_embedding: int = 0  # batches that the embedding worker computes now; likewise
+    n_embeddings: int = 0  # requests for embeddings that are not answered
     refused: int = 0
     submitted: int = 0
     _n_news: int = 0
@@ -74,6 +75,15 @@ class Mailbox:
             self.submitted += 1
             self.waiting.append(running)
             self._tell()
+
+    def embedding_comes(self) -> None:
+        with self.changed:
+            self.check_open()
+            self.n_embeddings += 1
+
+    def embedding_ends(self) -> None:
+        with self.changed:
+            self.n_embeddings -= 1
 
     def check_open(self) -> None:
         if self.failure is not None:

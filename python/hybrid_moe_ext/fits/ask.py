@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import CheckpointError, OptionError
 from ..info import ACCEPTED_TYPES
+from ..patched import set_switches, switched_on
 from . import search as find
 from .accounting import Account, Accounting, Gpu, Refused
 from .answer import Fits, Row
@@ -56,6 +57,7 @@ def ask(
     for name, count in {"context": context, "prompt": prompt}.items():
         if count is not None and count < 1:
             raise OptionError(f"{name} {count} is not possible: give tokens, 1 or more")
+    set_switches()  # for the accounting process, which loads the same llama.cpp, and for what attention costs
     with open_source(model, expert_type, dense_type) as source, Accounting(model, _bytes(vram)) as accounting:
         gpus = tuple(accounting.gpus)
         if not gpus:
@@ -187,6 +189,11 @@ def _slowest(setting: find.Setting, row: Row | None) -> str:
 
 def _notes(source: Source, gpus: tuple[Gpu, ...], cost: Cost) -> tuple[str, ...]:
     notes = [cost.note] if cost.note else []
+    if switches := switched_on():
+        values = ", ".join(f"{name}={value}" for name, value in switches.items())
+        notes.append(
+            f"this llama.cpp is patched, with {values}: an unpatched one takes more memory (docs/whole-prompt.md)"
+        )
     if any(gpu.backend == "assumed" for gpu in gpus):
         notes.append(
             "assumed GPUs are taken to run every operation of the model; a back end's own scratch memory is not counted, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from ..patched.switches import DECOMPRESS, TILE, switched_on
 from .source import Source
 
 # Which layers of an architecture see a window only: 1 of so many sees everything, as its graph in llama.cpp has it.
@@ -45,11 +46,23 @@ def _attention(meta: dict[str, str], arch: str, n_tokens: int) -> tuple[float | 
     width = int(meta[f"{arch}.embedding_length"]) // max(heads)
     # For MLA these are the lengths after absorption: the latent vector and the rotated part, as llama.cpp attends.
     length = sum(int(meta.get(f"{arch}.attention.{x}_length", width)) for x in ("key", "value"))
+    switches = switched_on()
+    if f"{arch}.attention.key_length_mla" in meta and DECOMPRESS in switches and n_tokens >= int(switches[DECOMPRESS]):
+        tile = int(switches.get(TILE, n_tokens))
+        return float(sum(heads) * _decompressed(meta, arch, n_tokens, tile)), ""
     window = int(meta.get(f"{arch}.attention.sliding_window", "0"))
     period = _WINDOW_PERIOD.get(arch, 0) if window else 0
     pairs = [_pairs(n_tokens, window if period and i % period != period - 1 else 0) for i in range(n_layer)]
     note = f"sliding windows of {arch} are counted as full attention" if window and not period else ""
     return float(sum(2 * h * length * p for h, p in zip(heads, pairs, strict=True))), note
+
+
+def _decompressed(meta: dict[str, str], arch: str, n_tokens: int, tile: int) -> int:
+    """MLA with keys and values of each head (patches/0002), per head: every tile decompresses all cells up to its own."""
+    key, value = (int(meta[f"{arch}.attention.{x}_length_mla"]) for x in ("key", "value"))
+    n_cells = sum(min(end, n_tokens) for end in range(tile, n_tokens + tile, tile))
+    both = key - int(meta[f"{arch}.rope.dimension_count"]) + value  # what comes out of the latent
+    return 2 * (key + value) * _pairs(n_tokens, 0) + 2 * int(meta[f"{arch}.attention.kv_lora_rank"]) * both * n_cells
 
 
 def _per_layer(value: str, n_layer: int) -> list[int]:

@@ -28,7 +28,7 @@ class Embeddings:
         self._check_open = check_open
         self._timeout_s = options.timeout_s
         is_off = options.embeddings == "off"
-        self.embedder = None if is_off else Embedder(engine, options.embeddings, int(options.embedding_ctx))
+        self.embedder = None if is_off else Embedder(engine, options.embeddings, options.embedding_ctx)
 
     def submit(self, body: EmbeddingsBody) -> Embedding:
         """Raises ApiError or what the engine refuses it with."""

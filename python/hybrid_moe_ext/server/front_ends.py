@@ -48,8 +48,8 @@ def known(given: dict[Any, Any], fields: set[str]) -> dict[Any, Any]:
         elif name in _OFF:
             if isinstance(value, (list, dict, str)) or value != _OFF[name]:
                 raise ValueError(f"{name} is not here: leave it out, or give {_OFF[name]}, which turns it off")
-        elif name in _ALSO_CALLED and _ALSO_CALLED[name] not in given:
-            kept[_ALSO_CALLED[name]] = value
+        elif (other := _ALSO_CALLED.get(name)) in fields and other not in given:
+            kept[other] = value
         else:
             kept[name] = value
     return kept

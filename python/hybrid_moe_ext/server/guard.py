@@ -7,8 +7,9 @@ import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from ..errors import EngineClosed
 from .options import ServerOptions
-from .replies import NO_RETRY, ApiError
+from .replies import NO_RETRY, ApiError, of_error
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -40,7 +41,23 @@ class Guard:
             return await error.response()(scope, receive, send)
         except ClientGone:
             return
-        await self._app(scope, receive, send)
+        await self._run(scope, receive, send)
+
+    async def _run(self, scope: Any, receive: Receive, send: Send) -> None:
+        """The application. What is cut when the server's time to end is over is told so, if nothing was told yet."""
+        has_begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except asyncio.CancelledError:
+            if has_begun:
+                raise
+            await of_error(EngineClosed()).response()(scope, receive, send)
 
     def _check_host(self, headers: dict[bytes, str]) -> None:
         host = headers.get(b"host", "")

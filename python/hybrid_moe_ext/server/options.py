@@ -19,6 +19,10 @@ def _text(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+def _choice(default: str, choices: tuple[str, ...], help: str) -> Any:
+    return field(default=default, metadata={"choices": choices, "help": help})
+
+
 EMBEDDINGS = (*POOLINGS, "off")
 
 
@@ -33,25 +37,26 @@ class ServerOptions:
     timeout_s: float = _number(3600, 0.01, "a request that takes longer ends with an error")
     drain_s: float = _number(30, 0, "at SIGTERM, running requests may take so long to finish")
     ping_s: float = _number(15, 0.01, "a stream that is silent for so long gets an SSE comment, for proxies")
-    embeddings: str = _text(
-        "auto", "vector of a text: its last token's, the mean, or auto: what the model file says; or off"
+    embeddings: str = _choice(
+        "auto", EMBEDDINGS, "vector of a text: its last token's, the mean, or auto: what the model file says; or off"
     )
-    unknown_fields: str = _text("refuse", "what becomes of fields that nobody knows: refuse, or ignore them")
-    embedding_ctx: float = _number(2048, 16, "tokens of the longest text that gets an embedding")
+    unknown_fields: str = _choice(
+        "refuse", ("refuse", "ignore"), "what becomes of fields that nobody knows: refuse, or ignore them"
+    )
+    embedding_ctx: int = _number(2048, 16, "tokens of the longest text that gets an embedding")
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
             if "least" in f.metadata:
-                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                if not is_number or not f.metadata["least"] <= value < 1e9:
+                is_number = isinstance(value, int) or (f.type == "float" and isinstance(value, float))
+                if not is_number or isinstance(value, bool) or not f.metadata["least"] <= value < 1e9:
+                    kind = "a number" if f.type == "float" else "an integer"
                     raise OptionError(
-                        f"{f.name}={value!r} is not possible: give a number from {f.metadata['least']} on ({f.metadata['help']})"
+                        f"{f.name}={value!r} is not possible: give {kind} from {f.metadata['least']} on ({f.metadata['help']})"
                     )
-        if self.embeddings not in EMBEDDINGS:
-            raise OptionError(f"embeddings={self.embeddings!r} is not possible: choose {', '.join(EMBEDDINGS)}")
-        if self.unknown_fields not in ("refuse", "ignore"):
-            raise OptionError(f"unknown_fields={self.unknown_fields!r} is not possible: choose refuse or ignore")
+            if value not in (choices := f.metadata.get("choices", (value,))):
+                raise OptionError(f"{f.name}={value!r} is not possible: choose one of {', '.join(choices)}")
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise OptionError(f"cors_origins: {origin!r} is no origin: give one such as https://chat.example, or *")

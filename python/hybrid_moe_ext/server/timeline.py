@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ class Timeline:
         # No step that only decodes has more rows: those would push the prefill out.
         self._min_tokens = engine.options.n_parallel + 1
         self._before = _computed()
+        self._began_ns = time.monotonic_ns()  # the clock of spans; an earlier engine of this process has some too
         library().hybrid_moe_record(self._min_tokens)
 
     def read(self) -> dict[str, Any]:
@@ -63,7 +65,7 @@ class Timeline:
         }
 
     def _prefill_layers(self) -> list[Span]:
-        spans: list[Span] = json.loads(library().hybrid_moe_recorded(1, 0, _FOREVER))
+        spans: list[Span] = json.loads(library().hybrid_moe_recorded(1, self._began_ns, _FOREVER))
         other = self._embedder.thread_id if self._embedder else None
         return sorted((s for s in spans if s["thread"] != other), key=lambda s: s["begin_ns"])
 
