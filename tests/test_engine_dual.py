@@ -1,5 +1,6 @@
 """Dual batch: two decode contexts, and still every stream is its solo run, nothing is lost and nobody waits for ever."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -163,14 +164,17 @@ def test_closing_while_a_lane_lets_somebody_in(monkeypatch: pytest.MonkeyPatch) 
     with dual("qwen3-30b") as e:
         cache, first = e._workers[1]._cache, e._threads[0]
         real = cache.open
+        submitted = threading.Event()
 
         def closing(*arguments: object) -> object:
+            assert submitted.wait(DEADLOCK_S)
             e._mail.close()
             first.join(2)  # it ends now, or waits for us
             return real(*arguments)
 
         monkeypatch.setattr(cache, "open", closing)
         streams = [e.submit(greedy(prompt(9, seed=i), 200)) for i in range(6)]
+        submitted.set()
         for s in streams:
             with pytest.raises(EngineClosed):
                 list(s)
