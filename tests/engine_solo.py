@@ -50,7 +50,7 @@ def engine(name: str = "demo", **options: object) -> Engine:
     small = {"n_ctx": 512, "n_batch": 48, "n_parallel": 4, "n_threads": 1, "queue": 1000}
     # No service level in the way: what is computed beside what shall not depend on this machine's speed.
     lenient = {"tpot_ms": 1e6, "ttft_s": 1e6}
-    # Flash attention on the CPU rounds by how many rows come at once, by up to 5e-3 of a logit: a router's tie may fall otherwise.
+    # Flash attention on the CPU rounds by how many rows come at once, up to 5e-3 of a logit: enough to flip a router.
     small["flash_attn"] = "off"
     return Engine(path, **{**exact, **small, **lenient, "prefill_from": 64, "piece_tokens": 16, **options})
 

@@ -151,6 +151,7 @@ def test_trace_is_whole(simgpu, tmp_path):
     seen = run(simgpu, tmp_path, "stream_threads", "traced", tmp_path / "trace.json")
     assert_right(seen | {"log": []})
     events = json.loads((tmp_path / "trace.json").read_text())  # also when the process ended in the middle
+    events = [e for e in events if e["name"] != "layer"]  # of all threads together, which compute at the same time here
     lanes = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
     names = {e["args"]["name"] for e in events if e["ph"] == "M"}
     assert len(lanes) >= 4 and {"SimGPU0", "SimGPU1", "upload", "compute"} <= names

@@ -31,8 +31,9 @@ SCALES_AT = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,)}
 N_BLOCKS = 4099
 # How far an engine's layer may be from float64, as NMSE: activations are rounded to what the type is multiplied in, twice in a
 # layer. Measured on 2 and 32 rows of the three shapes: F32 and exact kernels 7e-13, F16 2e-7, BF16 1e-5, torch 5e-5, int8 sums
-# 1e-4 (Q8_0) to 8e-4 (Q4_K); on one row of random Q4_K 1e-2, where stock's result is the same to 1e-8.
-TOLERANCE = {"F32": 1e-10, "FP8": 1e-4, "F16": 1e-5, "BF16": 1e-4, "torch": 1e-3} | dict.fromkeys(QUANTISED, 3e-2)
+# 1e-4 (Q8_0) to 8e-4 (Q4_K).
+TOLERANCE = {"F32": 1e-10, "FP8": 1e-4, "F16": 1e-5, "BF16": 1e-4, "torch": 1e-3} | dict.fromkeys(QUANTISED, 5e-3)
+_ONE_TOKEN = 6  # times the tolerance: 1e-2 for one token of random Q4_K, where stock's result is the same to 1e-8
 SHAPES = {
     "deepseek": Shape(7168, 2048, 32, 8),
     "qwen3-30b": Shape(2048, 768, 128, 8),
@@ -128,7 +129,7 @@ class _Reference:
         want = (gate / (1 + np.exp(-gate)) * (rows @ self._w["up"].T)) @ self._w["down"].T
         want *= weights[some].sum(1, dtype=np.float64)[:, None]
         nmse = float(((y[some] - want) ** 2).sum() / (want**2).sum())
-        limit = TOLERANCE["torch" if engine == "torch" else kind]
+        limit = TOLERANCE["torch" if engine == "torch" else kind] * (_ONE_TOKEN if len(y) == 1 else 1)
         if not nmse <= limit:
             raise PluginError(
                 f"{kind}: the layer of {engine} is wrong (NMSE {nmse:.1e} > {limit:.0e}), no use timing it"
