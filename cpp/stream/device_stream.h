@@ -11,6 +11,7 @@
 #include "stream/layer_job.h"
 #include "stream/permit.h"
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <memory>
