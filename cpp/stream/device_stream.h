@@ -134,7 +134,7 @@ private:
     void fail(const std::string & why, bool is_damage = false);
 
     const Gpu            gpu_;
-    size_t               i_device_ = Permit::max_devices;  // always permitted
+    std::atomic<size_t>  i_device_ = Permit::max_devices;  // always permitted
     const StreamSettings settings_;
     std::mutex           lease_;
     Instance                  upload_;
