@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Annotated, Any
 
 import typer
@@ -13,26 +12,24 @@ import typer
 from ..engine import EngineOptions
 from ..options import Options
 
+# Flags that may be given several times, in the singular.
+LISTS = {"allow_hosts": "allow_host", "cors_origins": "cors_origin"}
+_SHORT = {"n_ctx": ("-c", "--ctx"), "n_threads": ("-t", "--threads")}  # as the other commands call them
+
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Adds a flag per field of Options; the command gets them as one dict, `options`."""
     described = Options.describe()
 
-    @functools.wraps(command)
     def wrapper(**given: Any) -> None:
         options = {name: given.pop(name) for name, *_ in described}
         command(**given, options=options)
 
-    parameters = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
+    added = []
     for name, variable, choices, help_text in described:
         flag = typer.Option("--" + name.replace("_", "-"), metavar="|".join(choices), help=f"{help_text} [{variable}]")
-        annotation = Annotated[str | None, flag]
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-    keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    wrapper.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {p.name: p.annotation for p in keywords}
-    del wrapper.__wrapped__  # typer would look through to the command's own signature
-    return wrapper
+        added.append(_keyword(name, None, Annotated[str | None, flag]))
+    return with_flags(wrapper, command, ("options",), added)
 
 
 def with_engine_options(without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -40,28 +37,42 @@ def with_engine_options(without: tuple[str, ...] = ()) -> Callable[[Callable[...
     flags = [f for f in fields(EngineOptions) if f.name not in without]
 
     def wrap(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
         def wrapper(**given: Any) -> None:
             sizes = {f.name: f.default for f in fields(EngineOptions)} | {f.name: given.pop(f.name) for f in flags}
             command(**given, sizes=sizes)
 
-        parameters = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "sizes"]
-        for f in flags:
-            kind: Any = {"int": int, "float": float, "str": str}[str(f.type)]
-            names = ("-c", "--ctx") if f.name == "n_ctx" else ()
-            metavar = "|".join(f.metadata.get("choices", ())) or None
-            option = typer.Option(*names, "--" + f.name.replace("_", "-"), metavar=metavar, help=f.metadata["help"])
-            annotation = Annotated[kind, option]
-            parameters.append(
-                inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=annotation)
-            )
-        wrapper.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-        )
-        del wrapper.__wrapped__
-        return wrapper
+        return with_flags(wrapper, command, ("sizes",), [flag_of(f) for f in flags])
 
     return wrap
+
+
+def with_flags(
+    wrapper: Callable[..., None], command: Callable[..., None], taken: tuple[str, ...], added: list[inspect.Parameter]
+) -> Callable[..., None]:
+    """`wrapper` as typer is to see it: with the command's parameters but for `taken`, and with `added`."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in taken]
+    keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *added)]
+    wrapper.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in keywords}
+    wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
+    return wrapper
+
+
+def flag_of(f: Field[Any]) -> inspect.Parameter:
+    """Of a field with its help, and perhaps choices, in its metadata."""
+    name = LISTS.get(f.name, f.name)
+    kind: Any = list[str] | None if f.name in LISTS else {"int": int, "float": float}.get(str(f.type), str)
+    option = typer.Option(
+        *_SHORT.get(f.name, ()),
+        "--" + name.replace("_", "-"),
+        metavar="|".join(f.metadata.get("choices", ())) or None,
+        help=f.metadata["help"],
+    )
+    return _keyword(name, None if f.name in LISTS else f.default, Annotated[kind, option])
+
+
+def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file or a Hugging Face directory.")]

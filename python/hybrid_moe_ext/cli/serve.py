@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,11 +16,8 @@ from .._native import load_named_backend
 from ..engine import Engine, EngineOptions
 from ..errors import HybridMoeError, OptionError, PluginError
 from ..server import ServerOptions, require_packages
+from .flags import LISTS, flag_of, with_flags
 from .terminal import last_errors, note, progress_bar, set_log
-
-# Flags that may be given several times, in the singular.
-_LISTS = {"allow_hosts": "allow_host", "cors_origins": "cors_origin"}
-_SHORT = {"n_ctx": ("-c", "--ctx"), "n_threads": ("-t", "--threads")}  # as the other commands call them
 
 
 def register(app: typer.Typer, with_options: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
@@ -100,29 +96,8 @@ def _with_fields(command: Callable[..., None]) -> Callable[..., None]:
 
     def wrapper(**given: Any) -> None:
         sizes = {f.name: given.pop(f.name) for f in engine}
-        limits = {f.name: given.pop(_LISTS.get(f.name, f.name)) for f in server}
-        limits |= {name: tuple(limits[name] or ()) for name in _LISTS}
+        limits = {f.name: given.pop(LISTS.get(f.name, f.name)) for f in server}
+        limits |= {name: tuple(limits[name] or ()) for name in LISTS}
         command(**given, sizes=sizes, limits=limits)
 
-    parameters = inspect.signature(command, eval_str=True).parameters.values()
-    own = [p for p in parameters if p.name not in ("sizes", "limits")]
-    added = [_flag(f) for f in (*engine, *server)]
-    keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *added)]
-    wrapper.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {p.name: p.annotation for p in keywords}
-    wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
-    return wrapper
-
-
-def _flag(f: Field[Any]) -> inspect.Parameter:
-    name = _LISTS.get(f.name, f.name)
-    kind: Any = list[str] | None if f.name in _LISTS else {"int": int, "float": float}.get(str(f.type), str)
-    choices = f.metadata.get("choices", ())
-    option = typer.Option(
-        *_SHORT.get(f.name, ()),
-        "--" + name.replace("_", "-"),
-        metavar="|".join(choices) or None,
-        help=f.metadata["help"],
-    )
-    default = None if f.name in _LISTS else f.default
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+    return with_flags(wrapper, command, ("sizes", "limits"), [flag_of(f) for f in (*engine, *server)])

@@ -17,14 +17,18 @@ class Users:
 
     def __enter__(self) -> None:
         with self._changed:
-            if self._is_closed:
-                raise EngineClosed("the engine is closed: start another one")
+            self.check_open()
             self._n += 1
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._n -= 1
             self._changed.notify_all()
+
+    def check_open(self) -> None:
+        """For long work inside, now and then."""
+        if self._is_closed:
+            raise EngineClosed("the engine is closed: start another one")
 
     def close(self) -> None:
         """Waits for those there are."""

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.embed import POOLINGS
 from ..errors import OptionError
-
-
-def _number(default: float, least: float, help: str) -> Any:
-    return field(default=default, metadata={"least": least, "help": help})
+from ..option_fields import check, choice, number
 
 
 def _text(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
-
-
-def _choice(default: str, choices: tuple[str, ...], help: str) -> Any:
-    return field(default=default, metadata={"choices": choices, "help": help})
 
 
 EMBEDDINGS = (*POOLINGS, "off")
@@ -32,31 +25,21 @@ class ServerOptions:
     api_key: str = _text("", "what clients must send as their key; none by default")
     allow_hosts: tuple[str, ...] = _text((), "names that clients may call this machine, besides localhost; *: any")
     cors_origins: tuple[str, ...] = _text((), "web pages of other origins that may call, such as https://chat.example")
-    max_body_mib: float = _number(8, 0.001, "longest request body, MiB")
-    body_timeout_s: float = _number(30, 0.01, "a request's headers must arrive within this time, and its body too")
-    timeout_s: float = _number(3600, 0.01, "a request that takes longer ends with an error")
-    drain_s: float = _number(30, 0, "at SIGTERM, running requests may take so long to finish")
-    ping_s: float = _number(15, 0.01, "a stream that is silent for so long gets an SSE comment, for proxies")
-    embeddings: str = _choice(
+    max_body_mib: float = number(8, 0.001, "longest request body, MiB")
+    body_timeout_s: float = number(30, 0.01, "a request's headers must arrive within this time, and its body too")
+    timeout_s: float = number(3600, 0.01, "a request that takes longer ends with an error")
+    drain_s: float = number(30, 0, "at SIGTERM, running requests may take so long to finish")
+    ping_s: float = number(15, 0.01, "a stream that is silent for so long gets an SSE comment, for proxies")
+    embeddings: str = choice(
         "auto", EMBEDDINGS, "vector of a text: its last token's, the mean, or auto: what the model file says; or off"
     )
-    unknown_fields: str = _choice(
+    unknown_fields: str = choice(
         "refuse", ("refuse", "ignore"), "what becomes of fields that nobody knows: refuse, or ignore them"
     )
-    embedding_ctx: int = _number(2048, 16, "tokens of the longest text that gets an embedding")
+    embedding_ctx: int = number(2048, 16, "tokens of the longest text that gets an embedding")
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if "least" in f.metadata:
-                is_number = isinstance(value, int) or (f.type == "float" and isinstance(value, float))
-                if not is_number or isinstance(value, bool) or not f.metadata["least"] <= value < 1e9:
-                    kind = "a number" if f.type == "float" else "an integer"
-                    raise OptionError(
-                        f"{f.name}={value!r} is not possible: give {kind} from {f.metadata['least']} on ({f.metadata['help']})"
-                    )
-            if value not in (choices := f.metadata.get("choices", (value,))):
-                raise OptionError(f"{f.name}={value!r} is not possible: choose one of {', '.join(choices)}")
+        check(self)
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise OptionError(f"cors_origins: {origin!r} is no origin: give one such as https://chat.example, or *")
