@@ -148,12 +148,23 @@ def test_others_go_on(host: Host) -> None:
     assert got.shape[0] == n_texts and np.abs(got - expected([LONG])).max() < TOLERANCE
 
 
-def test_who_leaves_stops_the_work(host: Host) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{host.url}/v1/embeddings", json={"model": MODEL, "input": [LONG] * 2000}, timeout=httpx.Timeout(5, read=1)
-        )
-    wait_for(lambda: host.engine._mail.n_embedding == 0)
+def test_who_leaves_stops_the_work(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_texts, n_batches, left = 600, 0, threading.Event()
+    real = Embedder._rows
+
+    def rows(self: Embedder, *arguments: object) -> np.ndarray:
+        nonlocal n_batches
+        n_batches += 1
+        left.wait(DEADLOCK_S)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Embedder, "_rows", rows)
+    with pytest.raises(httpx.ReadTimeout):  # while the first batch is held
+        body = {"model": MODEL, "input": [LONG] * n_texts}
+        httpx.post(f"{host.url}/v1/embeddings", json=body, timeout=httpx.Timeout(DEADLOCK_S, read=5))
+    left.set()
+    wait_for(lambda: host.engine._mail.n_embeddings == 0)
+    assert n_batches < n_texts  # each takes three
     assert vectors_of(host, "a").shape[0] == 1
 
 
