@@ -65,6 +65,7 @@ class Request:
     stop: Sequence[str] = ()
     logprobs: int | None = None  # log probabilities of the chosen token (0) and of so many of the likeliest
     deadline_s: float | None = None  # seconds from submit() on
+    control_tokens: bool = False  # events name control tokens (Token.control); the text never has them
 
     def check(self, n_vocab: int) -> None:
         if not isinstance(self.sampling, Sampling):

@@ -75,11 +75,15 @@ class Running:
         top: tuple[tuple[int, float], ...] = ()
         if self._request.logprobs is not None:
             logprob, top = log_probabilities(logits, token, self._request.logprobs)
-        text = self._text.add(piece(vocab, token))
+        data = piece(vocab, token)
+        text, control = self._text.add(data), ""
+        if self._request.control_tokens and not data and not C.llama_vocab_is_eog(vocab, token):
+            text += self._text.flush()
+            control = piece(vocab, token, control=True).decode("utf-8", "replace")
         is_last = self._text.stopped is not None or self.metrics.n_generated >= self.max_tokens
         if is_last:
             text += self._text.end()
-        self.stream.put(Token(token, text, logprob, top))
+        self.stream.put(Token(token, text, logprob, top, control))
         self.next_token = token
         if self._text.stopped is not None:
             return "stop"

@@ -22,6 +22,7 @@ class Token:
     text: str
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token, log probability), likeliest first
+    control: str = ""  # of a control token, its own text, which comes after `text`; only where the request asks for it
 
 
 @dataclass(frozen=True)

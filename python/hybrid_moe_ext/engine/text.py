@@ -26,12 +26,17 @@ class TextOut:
         text, self._held = self._held[: len(self._held) - n_held], self._held[len(self._held) - n_held :]
         return text
 
+    def flush(self) -> str:
+        """All that is held: what comes next is a control token, which no stop string and no character spans."""
+        text, self._held = self._held + self._decoder.decode(b"", final=True), ""
+        self._decoder.reset()
+        return text
+
     def end(self) -> str:
         """What is left when no more tokens come."""
         if self.stopped is not None:
             return ""
-        text, self._held = self._held + self._decoder.decode(b"", final=True), ""
-        return text
+        return self.flush()
 
 
 def _overlap(text: str, stop: str) -> int:
