@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import openai
 import uvicorn
 
+from conftest import DEMO
 from engine_solo import DEADLOCK_S, Gate, assert_nothing_leaked, engine, solo
 from hybrid_moe_ext.engine import Engine
 from hybrid_moe_ext.server import ServerOptions
@@ -52,6 +55,41 @@ class Host:
         tokens, margins = solo(MODEL, prompt, n)
         assert min(margins) > 2e-3, "choose another prompt"
         return self.engine.detokenize(tokens).decode()
+
+
+def said(host: Host, text: str, bias: Sequence[int] = (), **more: object):
+    """What the client gets when the model says this: a grammar makes it, of the tokens in `bias` where that is possible."""
+    rule = f"root ::= {json.dumps(text, ensure_ascii=False)}"
+    request = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 200}
+    extra = {"grammar": rule, "logit_bias": {str(token): 100 for token in bias}}
+    return host.openai().chat.completions.create(**request, extra_body=extra, **more)
+
+
+def joined(chunks) -> tuple[str, str, list, str]:
+    """Of a stream: reasoning, content, calls, the reason of its end."""
+    choices = [chunk.choices[0] for chunk in chunks]
+    calls = [call for choice in choices for call in choice.delta.tool_calls or []]
+    reasoning = "".join(getattr(choice.delta, "reasoning_content", None) or "" for choice in choices)
+    return reasoning, "".join(choice.delta.content or "" for choice in choices), calls, choices[-1].finish_reason
+
+
+def demo_with(folder: Path, template: str, control: Sequence[str] = ()) -> str:
+    """The demo model with another chat template; `control`: texts that are control tokens, in the place of its last words."""
+    for file in DEMO.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((DEMO / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    told = json.loads((DEMO / "tokenizer.json").read_text())
+    vocab, merges = told["model"]["vocab"], told["model"]["merges"]
+    for text in control:
+        word = max(vocab, key=vocab.__getitem__)
+        id = vocab.pop(word)
+        merges[:] = [merge for merge in merges if merge.replace(" ", "") != word]
+        told["added_tokens"].append(told["added_tokens"][0] | {"id": id, "content": text, "special": True})
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").write_text(json.dumps(told))
+    return str(folder)
 
 
 def wait_for(is_so: object) -> None:

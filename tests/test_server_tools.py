@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import DEMO
-from hybrid_moe_ext.server.tools import ToolText, can_parse
-from server_host import MODEL, Host, serving
+from hybrid_moe_ext.server.output.calls import Tools
+from hybrid_moe_ext.server.output.formats import format_of
+from server_host import MODEL, Host, demo_with, joined, said, serving
 
 # In the way of Qwen's: tools in front, calls between marks. (A line's end after a {% %} is not part of the text.)
 TEMPLATE = """{{ bos_token }}{% if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}
@@ -27,27 +26,8 @@ ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """The demo model with another chat template."""
-    folder: Path = tmp_path_factory.mktemp("tools")
-    for file in DEMO.iterdir():
-        (folder / file.name).symlink_to(file)
-    config = json.loads((DEMO / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").unlink()
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    with serving(path=str(folder)) as started:
+    with serving(path=demo_with(tmp_path_factory.mktemp("tools"), TEMPLATE)) as started:
         yield started
-
-
-def said(host: Host, text: str, **more: object):
-    """What the client gets when the model says this: a grammar makes it."""
-    rule = f"root ::= {json.dumps(text, ensure_ascii=False)}"
-    request = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 100}
-    return host.openai().chat.completions.create(**request, extra_body={"grammar": rule}, **more)
-
-
-def joined(chunks) -> tuple[str, list, str]:
-    choices = [chunk.choices[0] for chunk in chunks]
-    calls = [call for choice in choices for call in choice.delta.tool_calls or []]
-    return "".join(choice.delta.content or "" for choice in choices), calls, choices[-1].finish_reason
 
 
 def test_a_call(host: Host) -> None:
@@ -59,8 +39,8 @@ def test_a_call(host: Host) -> None:
         "weather",
         {"city": "Köln"},
     )
-    content, [call], reason = joined(said(host, f"Let me look. {ONE}", tools=TOOLS, stream=True))
-    assert (content, reason, call.index) == ("Let me look. ", "tool_calls", 0)
+    _, content, [call], reason = joined(said(host, f"Let me look. {ONE}", tools=TOOLS, stream=True))
+    assert (content, reason, call.index) == ("Let me look.", "tool_calls", 0)
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Köln"})
 
 
@@ -68,7 +48,7 @@ def test_a_call(host: Host) -> None:
 def test_no_call_without_tools(host: Host, more: dict) -> None:
     choice = said(host, ONE, **more).choices[0]
     assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", ONE, None)
-    assert joined(said(host, ONE, stream=True, **more)) == (ONE, [], "stop")
+    assert joined(said(host, ONE, stream=True, **more)) == ("", ONE, [], "stop")
 
 
 def test_the_template_gets_tools_and_earlier_calls(host: Host) -> None:
@@ -111,20 +91,96 @@ UNCERTAIN = [
 @given(st.sampled_from([*UNCERTAIN, ONE, f"{ONE}\n{ONE}"]), st.text("<tol_ca>x", max_size=12), st.randoms())
 def test_however_it_is_cut(text: str, before: str, random) -> None:
     """Nothing is lost of what is no call, nothing of a call is shown."""
-    parser, shown, at = ToolText(TOOLS), "", 0
+    reader, shown, at = format_of(TEMPLATE).reader(Tools(TOOLS), "free", True), [], 0
+    assert reader is not None
     whole = before + text
     while at < len(whole):
         n = random.randint(1, 8)
-        shown += parser.add(whole[at : at + n])
+        shown += reader.add(whole[at : at + n])
         at += n
-    rest, calls = parser.end()
+    rest, calls = reader.end()
     is_certain = text not in UNCERTAIN and "<tool_call>" not in before + text[:10]
     assert len(calls) == (text.count("<tool_call>") if is_certain else 0)
-    assert shown + rest == (before if is_certain else whole)
+    assert "".join(piece.text for piece in shown + rest) == (before if is_certain else whole)
 
 
 def test_templates_of_another_format() -> None:
-    assert can_parse(TEMPLATE)
-    assert can_parse('<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args>}\\n</tool_call>')
-    assert not can_parse("<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key></tool_call>")
-    assert not can_parse("{% for tool in tools %}{{ tool }}{% endfor %}")
+    def calls(template: str) -> str | None:
+        told = format_of(template).calls
+        return told.name if told else None
+
+    assert calls(TEMPLATE) == "Hermes"
+    assert calls('<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args>}\\n</tool_call>') == "Hermes"
+    assert calls("<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key></tool_call>") is None
+    assert calls("{% for tool in tools %}{{ tool }}{% endfor %}") is None
+
+
+# --- calls that are forced
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Köln"]}}, "required": ["city"]}
+TWO = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "news"}},
+]
+
+
+def asked(host: Host, **more: object):
+    request = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 200, "seed": 3}
+    return host.openai().chat.completions.create(**request | more)
+
+
+def test_a_named_tool_is_called(host: Host) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    for seed in range(3):
+        [told] = asked(host, tools=TWO, tool_choice=choice, seed=seed).choices
+        [call] = told.message.tool_calls
+        assert (told.finish_reason, told.message.content, call.function.name) == ("stop", None, "weather")
+        assert json.loads(call.function.arguments)["city"] in ("Rome", "Köln")
+    reasoning, content, [call], reason = joined(asked(host, tools=TWO, tool_choice=choice, stream=True))
+    assert (reasoning, content, reason, call.function.name) == ("", "", "stop", "weather")
+
+
+def test_some_tool_is_called(host: Host) -> None:
+    names = set()
+    for seed in range(8):
+        given = {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed, "temperature": 2}
+        [told] = asked(host, tools=TWO, response_format={"type": "json_object"}, **given).choices
+        [call] = told.message.tool_calls
+        names.add(call.function.name)
+        assert told.finish_reason == "tool_calls"
+        if call.function.name == "news":
+            assert json.loads(call.function.arguments) == {}
+    assert names <= {"weather", "news"}
+
+
+def test_one_call_where_several_are_not_wanted(host: Host) -> None:
+    assert len(said(host, ONE + ONE, tools=TOOLS).choices[0].message.tool_calls) == 2
+    [call] = said(host, ONE + ONE, tools=TOOLS, parallel_tool_calls=False).choices[0].message.tool_calls
+    assert call.function.name == "weather"
+    _, _, [call], _ = joined(said(host, ONE + ONE, tools=TOOLS, parallel_tool_calls=False, stream=True))
+    assert call.index == 0
+
+
+def pattern(text: str) -> list[dict]:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": text}}}
+    return [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tool_choice": "required"}, "only possible with 'tools'"),
+        ({"tool_choice": "required", "tools": []}, "only possible with 'tools'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}, "tools": TOOLS}, "names 'other'"),
+        ({"tool_choice": {"type": "function", "name": "weather"}, "tools": TOOLS}, '"required", or'),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, '"required", or'),
+        ({"tool_choice": "any", "tools": TOOLS}, '"required", or'),
+        ({"tool_choice": "required", "tools": [TOOLS[0] | {"function": {"name": "a b"}}]}, "'a b' cannot be forced"),
+        ({"tool_choice": "required", "tools": TOOLS, "grammar": 'root ::= "a"'}, "choose one"),
+        ({"tool_choice": "required", "tools": pattern("a(?=b)")}, "a call of 'weather' cannot be forced"),
+    ],
+)
+def test_what_cannot_be_forced(host: Host, wrong: dict, message: str) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]} | wrong
+    answer = host.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text

@@ -25,7 +25,7 @@ def grammar_sampler(vocab: Any, s: Sampling) -> Any:
         return None
     if C.llama_vocab_type(vocab) == C.LLAMA_VOCAB_TYPE_NONE:
         raise RequestError("this model has no tokenizer, so a grammar cannot be kept: leave it out")
-    text = s.grammar if s.grammar is not None else _from_schema(s.json_schema)
+    text = s.grammar if s.grammar is not None else schema_grammar(s.json_schema)
     _check(text)
     grammar = C.llama_sampler_init_grammar(vocab, text.encode("utf-8", "replace"), b"root")
     if not grammar:
@@ -36,7 +36,8 @@ def grammar_sampler(vocab: Any, s: Sampling) -> Any:
     return grammar
 
 
-def _from_schema(schema: Any) -> str:
+def schema_grammar(schema: Any) -> str:
+    """GBNF, rules by line. Raises RequestError."""
     try:
         return json_schema_to_gbnf(schema if isinstance(schema, str) else json.dumps(schema))
     except Exception as error:  # the converter raises whatever a schema makes it stumble on

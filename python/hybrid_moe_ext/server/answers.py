@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import replace
 from typing import Any
 
 from .. import __version__
 from ..engine import Engine, Finish, Token
-from .tools import ToolText
+from .output.calls import Call
+from .output.reader import Piece, Reader
+from .tool_choice import Offer
 
 FINGERPRINT = f"hybrid-moe-ext-{__version__}"
 
@@ -41,40 +42,48 @@ class Shape:
             "system_fingerprint": FINGERPRINT,
         }
 
-    def whole(self, text: str, events: list[Token], finish: Finish) -> dict[str, Any]:
-        choice = self._choice(text) | {"logprobs": self._logprobs(events), "finish_reason": finish.reason}
+    def whole(self, events: list[Token], finish: Finish) -> dict[str, Any]:
+        told = self._choice(events, finish)
+        choice = {"index": 0} | told | {"logprobs": self._logprobs(events)}
         return self._head | {"object": self.object, "choices": [choice], "usage": usage(finish)}
 
     def first(self) -> dict[str, Any] | None:
         """The chunk before any text."""
         return None
 
-    def chunk(self, event: Token) -> dict[str, Any] | None:
-        """None: there is nothing to say."""
-        if not event.text and event.logprob is None:
-            return None
-        return self._chunk(self._delta(event.text) | {"logprobs": self._logprobs([event]), "finish_reason": None})
+    def chunks(self, event: Token) -> list[dict[str, Any]]:
+        """Empty: there is nothing to say."""
+        deltas = self._deltas(event)
+        if not deltas and event.logprob is not None:
+            deltas = [self._silence()]
+        told = self._logprobs([event])
+        return [self._chunk(delta, told if i == 0 else self._logprobs([])) for i, delta in enumerate(deltas)]
 
     def last(self, finish: Finish) -> list[dict[str, Any]]:
-        return [self._chunk(self._end() | {"logprobs": None, "finish_reason": finish.reason})]
+        return [self._chunk(self._silence(), reason=finish.reason)]
 
     def usage_chunk(self, finish: Finish) -> dict[str, Any]:
         return self._head | {"object": self.chunk_object, "choices": [], "usage": usage(finish)}
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(
+        self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": 0} | delta | {"logprobs": logprobs, "finish_reason": reason}
         return self._head | {"object": self.chunk_object, "choices": [choice]}
 
     def _logprobs(self, events: list[Token]) -> dict[str, Any] | None:
         told = [event for event in events if event.logprob is not None]
         return self._logprobs_of(told) if self._wants_logprobs else None
 
-    def _choice(self, text: str) -> dict[str, Any]:
+    def _choice(self, events: list[Token], finish: Finish) -> dict[str, Any]:
+        """Of a whole answer, `finish_reason` too."""
         raise NotImplementedError
 
-    def _delta(self, text: str) -> dict[str, Any]:
+    def _deltas(self, event: Token) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def _end(self) -> dict[str, Any]:
+    def _silence(self) -> dict[str, Any]:
+        """A delta without text."""
         raise NotImplementedError
 
     def _logprobs_of(self, events: list[Token]) -> dict[str, Any]:
@@ -86,51 +95,53 @@ class ChatShape(Shape):
     chunk_object = "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def __init__(self, model: str, engine: Engine, wants_logprobs: bool, tools: ToolText | None = None):
+    def __init__(self, model: str, engine: Engine, wants_logprobs: bool, reader: Reader | None, offer: Offer):
         super().__init__(model, engine, wants_logprobs)
-        self._tools = tools  # None: no call is looked for
-
-    def whole(self, text: str, events: list[Token], finish: Finish) -> dict[str, Any]:
-        answer = super().whole(text, events, finish)
-        if self._tools is not None:
-            said = self._tools.add(text)
-            _, calls = self._tools.end()
-            if calls:
-                choice = answer["choices"][0]
-                choice["message"] |= {"content": said.strip() or None, "tool_calls": calls}
-                choice["finish_reason"] = "tool_calls"
-        return answer
-
-    def chunk(self, event: Token) -> dict[str, Any] | None:
-        if self._tools is not None:
-            event = replace(event, text=self._tools.add(event.text))
-        return super().chunk(event)
-
-    def last(self, finish: Finish) -> list[dict[str, Any]]:
-        chunks = super().last(finish)
-        rest, calls = self._tools.end() if self._tools is not None else ("", [])
-        if calls:
-            numbered = [{"index": i} | call for i, call in enumerate(calls)]
-            chunks.insert(
-                0, self._chunk({"index": 0, "delta": {"tool_calls": numbered}, "logprobs": None, "finish_reason": None})
-            )
-            chunks[-1]["choices"][0]["finish_reason"] = "tool_calls"
-        elif rest:
-            chunks.insert(0, self._chunk(self._delta(rest) | {"logprobs": None, "finish_reason": None}))
-        return chunks
+        self._reader = reader  # None: the text is the content
+        self._offer = offer
 
     def first(self) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": ""}
-        return self._chunk({"index": 0, "delta": delta, "logprobs": None, "finish_reason": None})
+        return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
-    def _choice(self, text: str) -> dict[str, Any]:
-        return {"index": 0, "message": {"role": "assistant", "content": text, "refusal": None}}
+    def last(self, finish: Finish) -> list[dict[str, Any]]:
+        pieces, calls = self._end()
+        deltas = [_delta(piece) for piece in pieces]
+        if calls:
+            deltas.append({"delta": {"tool_calls": [{"index": i} | call.told() for i, call in enumerate(calls)]}})
+        reason = self._reason(finish, calls)
+        return [*(self._chunk(delta) for delta in deltas), self._chunk(self._silence(), reason=reason)]
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"index": 0, "delta": {"content": text}}
+    def _choice(self, events: list[Token], finish: Finish) -> dict[str, Any]:
+        pieces = [piece for event in events for piece in self._pieces(event)]
+        rest, calls = self._end()
+        pieces += rest
+        content = "".join(piece.text for piece in pieces if not piece.is_reasoning)
+        reasoning = "".join(piece.text for piece in pieces if piece.is_reasoning)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message |= {"content": content or None, "tool_calls": [call.told() for call in calls]}
+        return {"message": message, "finish_reason": self._reason(finish, calls)}
 
-    def _end(self) -> dict[str, Any]:
-        return {"index": 0, "delta": {}}
+    def _deltas(self, event: Token) -> list[dict[str, Any]]:
+        return [_delta(piece) for piece in self._pieces(event)]
+
+    def _silence(self) -> dict[str, Any]:
+        return {"delta": {}}
+
+    def _pieces(self, event: Token) -> list[Piece]:
+        if self._reader is not None:
+            return self._reader.add(event.text, event.control)
+        return [Piece(event.text)] if event.text else []
+
+    def _end(self) -> tuple[list[Piece], list[Call]]:
+        pieces, calls = self._reader.end() if self._reader is not None else ([], [])
+        return pieces, calls if self._offer.many else calls[:1]
+
+    def _reason(self, finish: Finish, calls: list[Call]) -> str:
+        """As at OpenAI: a call of the tool that the request named is an ordinary end."""
+        return "tool_calls" if calls and not self._offer.is_named else "stop" if calls else finish.reason
 
     def _logprobs_of(self, events: list[Token]) -> dict[str, Any]:
         content = []
@@ -152,13 +163,14 @@ class TextShape(Shape):
         super().__init__(model, engine, wants_logprobs)
         self._offset = 0  # characters before the next token
 
-    def _choice(self, text: str) -> dict[str, Any]:
-        return {"index": 0, "text": text}
+    def _choice(self, events: list[Token], finish: Finish) -> dict[str, Any]:
+        return {"text": "".join(event.text for event in events), "finish_reason": finish.reason}
 
-    _delta = _choice
+    def _deltas(self, event: Token) -> list[dict[str, Any]]:
+        return [{"text": event.text}] if event.text else []
 
-    def _end(self) -> dict[str, Any]:
-        return {"index": 0, "text": ""}
+    def _silence(self) -> dict[str, Any]:
+        return {"text": ""}
 
     def _logprobs_of(self, events: list[Token]) -> dict[str, Any]:
         texts = [self._text(event.token) for event in events]
@@ -175,3 +187,7 @@ class TextShape(Shape):
 
     def _text(self, token: int | None) -> str:
         return "" if token is None else self._engine.detokenize([token]).decode("utf-8", "replace")
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    return {"delta": {"reasoning_content" if piece.is_reasoning else "content": piece.text}}

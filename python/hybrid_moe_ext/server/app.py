@@ -31,7 +31,6 @@ from .schema import Body, ChatBody, DetokenizeBody, EmbeddingsBody, SamplingFiel
 from .serving import StreamedAnswer, WholeAnswer
 from .threads import Threads
 from .timeline import Timeline
-from .tools import ToolText, can_parse
 
 STATIC = Path(__file__).parent / "static"
 
@@ -101,37 +100,35 @@ class _Server:
     # --- completions
 
     async def chat(self, body: ChatBody) -> Response:
-        def request() -> Request:
-            return translate.chat_request(body, self._engine, self._template, self._options.timeout_s)
+        def prepare() -> tuple[Request, Shape]:
+            chat = translate.chat_request(
+                body, self._engine, self._template, self._options.timeout_s, self._options.reasoning == "auto"
+            )
+            shape = ChatShape(self._name, self._engine, bool(body.logprobs), chat.reader, chat.offer)
+            return chat.request, shape
 
-        wants_logprobs = bool(body.logprobs)
-        looks_for_calls = body.tools and body.tool_choice != "none" and can_parse(self._template.source)
-        tools = ToolText(body.tools) if body.tools and looks_for_calls else None
-        return await self._answer(body, request, lambda: ChatShape(self._name, self._engine, wants_logprobs, tools))
+        return await self._answer(body, prepare)
 
     async def complete(self, body: TextBody) -> Response:
-        def request() -> Request:
-            return translate.text_request(body, self._engine, self._options.timeout_s)
+        def prepare() -> tuple[Request, Shape]:
+            request = translate.text_request(body, self._engine, self._options.timeout_s)
+            return request, TextShape(self._name, self._engine, body.logprobs is not None)
 
-        wants_logprobs = body.logprobs is not None
-        return await self._answer(body, request, lambda: TextShape(self._name, self._engine, wants_logprobs))
+        return await self._answer(body, prepare)
 
-    async def _answer(
-        self, body: SamplingFields, request: Callable[[], Request], make_shape: Callable[[], Shape]
-    ) -> Response:
+    async def _answer(self, body: SamplingFields, prepare: Callable[[], tuple[Request, Shape]]) -> Response:
         self._check_model(body.model)
 
         # Templates, tokenizing and grammars take a while, so that a thread does them.
-        def submit() -> Stream:
-            given = request()
+        def submit() -> tuple[Stream, Shape]:
+            given, shape = prepare()
             stream = self._engine.submit(given)
             most = self._engine.options.default_max_tokens if given.max_tokens is None else given.max_tokens
             most = min(most, self._engine.n_ctx - len(given.prompt))
             self._metrics.requests.add(stream, len(given.prompt), most)
-            return stream
+            return stream, shape
 
-        stream = await self._threads.run(submit)
-        shape = make_shape()
+        stream, shape = await self._threads.run(submit)
         if not body.stream:
             return WholeAnswer(stream, shape, self._metrics.finished)
         include_usage = bool(body.stream_options and body.stream_options.include_usage)

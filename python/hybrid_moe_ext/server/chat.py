@@ -1,19 +1,26 @@
-"""Messages to a prompt, by the model's own chat template, which is a program of the model's author in a sandbox."""
+"""Messages to a prompt, by the model's own chat template."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
-from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
 from ..engine import Engine
+from .output.formats import OutputFormat, format_of
 from .replies import ApiError
 from .schema import ChatBody, Message
+from .template import Template
 
-# Templates that print arguments as JSON want what was parsed; others put OpenAI's text as it is.
-_ARGUMENTS_AS_JSON = re.compile(r"arguments\s*\|\s*tojson")
+# gpt-oss's name for the reasoning of an earlier answer.
+_READS_THINKING = re.compile(r"""message(\.thinking\b|\[["']thinking["']\])""")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str
+    tokens: list[int]
 
 
 class ChatTemplate:
@@ -23,32 +30,33 @@ class ChatTemplate:
         self.source: str = llm.metadata.get("tokenizer.chat_template", "")
         self._bos, eos = (llm._model.token_get_text(t) if t >= 0 else "" for t in (llm.token_bos(), llm.token_eos()))
         self._error = "this model has no chat template: use /v1/completions"
-        self._format: Any = None
+        self._template: Template | None = None
         if self.source:
             try:
-                self._format = Jinja2ChatFormatter(self.source, eos_token=eos, bos_token=self._bos)
+                self._template = Template(self.source, self._bos, eos)
             except Exception as error:  # jinja2's, for what is no template
                 self._error = f"this model's chat template cannot be read ({error}): use /v1/completions"
         self.knows_tools = bool(re.search(r"\btools\b", self.source))
-        self._parses_arguments = (
-            bool(_ARGUMENTS_AS_JSON.search(self.source)) and "arguments is string" not in self.source
-        )
+        self.format: OutputFormat = format_of(self.source)
+        self._reads_thinking = bool(_READS_THINKING.search(self.source))
+        self._parses_arguments = self._template is not None and wants_parsed_arguments(self._template)
 
-    def tokens(self, body: ChatBody, tools: list[dict[str, Any]] | None) -> list[int]:
+    def render(self, body: ChatBody, tools: list[dict[str, Any]] | None) -> Prompt:
         """Raises ApiError."""
-        if self._format is None:
+        if self._template is None:
             raise ApiError(400, self._error, "no_chat_template")
         more = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             more["reasoning_effort"] = body.reasoning_effort
         messages = [self._plain(message, f"messages.{i}") for i, message in enumerate(body.messages)]
         try:
-            text = self._format(messages=messages, tools=tools, **more).prompt
+            text = self._template.render(messages, tools, **more)
         except Exception as error:
             raise ApiError(
                 400, f"the model's chat template refuses these messages: {error}", "chat_template", "messages"
             ) from error
-        return self._engine.tokenize(text, add_bos=False if self._bos and text.startswith(self._bos) else None)
+        add_bos = False if self._bos and text.startswith(self._bos) else None
+        return Prompt(text, self._engine.tokenize(text, add_bos))
 
     def _plain(self, message: Message, param: str) -> dict[str, Any]:
         plain = message.model_dump(exclude_none=True)
@@ -57,7 +65,35 @@ class ChatTemplate:
             plain["role"] = "system"
         if message.tool_calls and self._parses_arguments:
             plain["tool_calls"] = [_with_parsed_arguments(call) for call in message.tool_calls]
+        if message.role == "assistant" and (reasoning := message.reasoning_content or message.reasoning):
+            plain["reasoning_content"] = reasoning
+            if self._reads_thinking:
+                plain["thinking"] = reasoning
+                if message.tool_calls and plain["content"]:  # it refuses both, and would show the content as reasoning
+                    plain |= {"thinking": f"{reasoning}\n\n{plain['content']}", "content": ""}
         return plain
+
+
+def wants_parsed_arguments(template: Template) -> bool:
+    """Some templates go through a call's arguments or print them as JSON, others put OpenAI's text as it is: they are tried."""
+
+    def shown(arguments: Any) -> str:
+        call = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "b", "name": "probe", "tool_call_id": call["id"]},
+        ]
+        function = {"name": "probe", "description": "c", "parameters": {"type": "object", "properties": {}}}
+        try:
+            return template.render(messages, [{"type": "function", "function": function}])
+        except Exception:  # jinja2's, and whatever a template raises
+            return ""
+
+    if '{"probed": "as it is"}' in shown('{"probed": "as it is"}'):
+        return False
+    parsed = shown({"probed": "as it is"})
+    return "as it is" in parsed and "{'probed'" not in parsed
 
 
 def _text(message: Message, param: str) -> str:

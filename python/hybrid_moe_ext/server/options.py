@@ -36,6 +36,11 @@ class ServerOptions:
     unknown_fields: str = choice(
         "refuse", ("refuse", "ignore"), "what becomes of fields that nobody knows: refuse, or ignore them"
     )
+    reasoning: str = choice(
+        "auto",
+        ("auto", "off"),
+        "a model's reasoning: auto: apart from the answer; or off: in it, as the model wrote it",
+    )
     embedding_ctx: int = number(2048, 16, "tokens of the longest text that gets an embedding")
 
     def __post_init__(self) -> None:

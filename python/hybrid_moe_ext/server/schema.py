@@ -94,13 +94,15 @@ class Part(BaseModel):
 
 
 class Message(BaseModel):
-    # Templates read more than OpenAI names (reasoning_content, tool_name, ...).
+    # Templates read more than OpenAI names (tool_name, ...).
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Few[Part] | None = None
     name: str | None = None
     tool_calls: Few[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None  # of an earlier answer, as DeepSeek, llama-server and this server call it
+    reasoning: str | None = None  # the same, as OpenRouter and newer vLLM do
 
 
 class StreamOptions(_Body):

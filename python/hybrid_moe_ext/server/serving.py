@@ -77,8 +77,7 @@ class WholeAnswer(Answer):
         try:
             events = [event async for event in self._stream]
             finish = self._end()
-            text = "".join(event.text for event in events)
-            reply: Response = Json(self._shape.whole(text, events, finish))
+            reply: Response = Json(self._shape.whole(events, finish))
         except Exception as error:
             reply = told(error).response()
         await reply(scope, receive, send)
@@ -109,8 +108,9 @@ class StreamedAnswer(Answer):
             async for event in events:
                 if event is None:
                     yield ": still working\n\n"
-                elif (chunk := self._shape.chunk(event)) is not None:
-                    yield self._event(chunk)
+                else:
+                    for chunk in self._shape.chunks(event):
+                        yield self._event(chunk)
         finish = self._end()
         for chunk in self._shape.last(finish):
             yield self._event(chunk)

@@ -3,27 +3,62 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..engine import Engine, Request, Sampling
 from .chat import ChatTemplate
+from .output import grammars
+from .output.formats import OutputFormat
+from .output.reader import Reader, Thinking
 from .replies import ApiError
 from .schema import ChatBody, SamplingFields, TextBody
+from .tool_choice import Offer, offer
 
 DEFAULT_TEXT_TOKENS = 16  # OpenAI's, of /v1/completions
 
 
-def chat_request(body: ChatBody, engine: Engine, template: ChatTemplate, timeout_s: float) -> Request:
+@dataclass(frozen=True)
+class Chat:
+    request: Request
+    reader: Reader | None  # None: the text is the content
+    offer: Offer
+
+
+def chat_request(
+    body: ChatBody, engine: Engine, template: ChatTemplate, timeout_s: float, reasoning_apart: bool = True
+) -> Chat:
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "'top_logprobs' needs 'logprobs': true", "invalid_value", "top_logprobs")
     if body.modalities and body.modalities != ["text"]:
         raise ApiError(400, "this model answers with text only", "invalid_value", "modalities")
-    tools = _tools(body, template)
-    prompt = template.tokens(body, tools)
+    tools = offer(body, template)
+    prompt = template.render(body, tools.given)
+    thinking = template.format.thinking(prompt.text)
+    grammar = _grammar(body, template.format, tools, thinking, reasoning_apart)
+    sampling = _sampling(body, engine, grammar)
+    # What a client's own grammar makes is not reasoning, unless it has the reasoning's end in it.
+    tags = template.format.tags
+    if thinking == "open" and body.grammar is not None and tags is not None and tags.end not in body.grammar:
+        thinking = "closed"
+    reader = template.format.reader(tools.tools, thinking, reasoning_apart)
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     given = None if given == -1 else given
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _request(body, engine, prompt, given, logprobs, timeout_s)
+    request = _request(body, engine, prompt.tokens, given, logprobs, timeout_s, sampling)
+    return Chat(replace(request, control_tokens=reader is not None), reader, tools)
+
+
+def _grammar(
+    body: ChatBody, format: OutputFormat, tools: Offer, thinking: Thinking, reasoning_apart: bool
+) -> str | None:
+    """That of a call that is forced, which has no place for an answer's format, or of an answer behind its reasoning."""
+    if tools.forced:
+        if body.grammar is not None:
+            raise ApiError(400, "'grammar' and a forced call are both given: choose one", "invalid_value", "grammar")
+        return grammars.of_calls(format, list(tools.forced), tools.many, thinking)
+    schema = _schema(body)
+    return grammars.of_schema(format, schema, thinking) if schema is not None and reasoning_apart else None
 
 
 def text_request(body: TextBody, engine: Engine, timeout_s: float) -> Request:
@@ -33,29 +68,7 @@ def text_request(body: TextBody, engine: Engine, timeout_s: float) -> Request:
     given = DEFAULT_TEXT_TOKENS if body.max_tokens is None else body.max_tokens
     given = engine.options.default_max_tokens if given == -1 else given
     prompt = engine.tokenize(body.prompt) if isinstance(body.prompt, str) else body.prompt
-    return _request(body, engine, prompt, given, body.logprobs, timeout_s)
-
-
-def _tools(body: ChatBody, template: ChatTemplate) -> list[dict[str, Any]] | None:
-    if body.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, '\'tool_choice\' can be "none" or "auto" here', "unsupported_parameter", "tool_choice")
-    if not body.tools or body.tool_choice == "none":
-        return None
-    if not template.knows_tools:
-        raise ApiError(
-            400, "this model's chat template has no place for tools: leave them out", "unsupported_parameter", "tools"
-        )
-    for i, tool in enumerate(body.tools):
-        function = tool.get("function")
-        if (
-            tool.get("type") != "function"
-            or not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-        ):
-            raise ApiError(
-                400, f"Invalid value for 'tools.{i}': give a function with a name", "invalid_value", f"tools.{i}"
-            )
-    return body.tools
+    return _request(body, engine, prompt, given, body.logprobs, timeout_s, _sampling(body, engine))
 
 
 def _request(
@@ -65,6 +78,7 @@ def _request(
     max_tokens: int | None,
     logprobs: int | None,
     timeout_s: float,
+    sampling: Sampling,
 ) -> Request:
     if body.n not in (None, 1):
         raise ApiError(400, "'n' can only be 1 here: send a request for each answer", "unsupported_parameter", "n")
@@ -81,7 +95,7 @@ def _request(
     return Request(
         prompt,
         max_tokens=max_tokens,
-        sampling=_sampling(body, engine),
+        sampling=sampling,
         stop=_stops(body),
         logprobs=logprobs,
         deadline_s=timeout_s,
@@ -95,7 +109,8 @@ def _stops(body: SamplingFields) -> list[str]:
     return stops
 
 
-def _sampling(body: SamplingFields, engine: Engine) -> Sampling:
+def _sampling(body: SamplingFields, engine: Engine, grammar: str | None = None) -> Sampling:
+    """`grammar`: instead of what the body asks for."""
     schema = _schema(body)
     if schema is not None and body.grammar is not None:
         raise ApiError(400, "'grammar' and 'response_format' are both given: choose one", "invalid_value", "grammar")
@@ -115,8 +130,8 @@ def _sampling(body: SamplingFields, engine: Engine) -> Sampling:
         penalty_last_n=-1 if body.repeat_last_n is None else body.repeat_last_n,
         seed=body.seed,
         logit_bias=_bias(body, engine.n_vocab),
-        grammar=body.grammar,
-        json_schema=schema,
+        grammar=grammar or body.grammar,
+        json_schema=None if grammar else schema,
     )
 
 

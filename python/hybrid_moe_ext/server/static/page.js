@@ -14,6 +14,17 @@ function paragraph(kind, text) {
   return p;
 }
 
+// What the model thinks before it answers: above the answer, open until that begins.
+function thoughts(p) {
+  const box = document.createElement("details"), title = document.createElement("summary"), text = document.createElement("p");
+  box.className = "reasoning";
+  box.open = true;
+  title.textContent = "Reasoning";
+  box.append(title, text);
+  p.before(box);
+  return box;
+}
+
 // The data of each server-sent event.
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
@@ -33,7 +44,7 @@ async function answer(text) {
   paragraph("user", text);
   const p = paragraph("assistant", "");
   const began = performance.now();
-  let first = 0, n = 0, reply = "";
+  let first = 0, n = 0, reply = "", box = null;
   running = new AbortController();
   $("stop").hidden = false;
   $("send").disabled = true;
@@ -51,12 +62,19 @@ async function answer(text) {
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
       if (chunk.usage) n = chunk.usage.completion_tokens;
-      const piece = chunk.choices[0]?.delta.content;
-      if (!piece) continue;
+      const delta = chunk.choices[0]?.delta ?? {};
+      if (!delta.content && !delta.reasoning_content) continue;
       if (!first) first = performance.now();
       n += 1;
-      reply += piece;
-      p.textContent = reply;
+      if (delta.reasoning_content) {
+        box ??= thoughts(p);
+        box.lastChild.append(delta.reasoning_content);
+      }
+      if (delta.content) {
+        if (box && !reply) box.open = false;
+        reply += delta.content;
+        p.textContent = reply;
+      }
       p.scrollIntoView({ block: "end" });
       show(began, first, n);
     }

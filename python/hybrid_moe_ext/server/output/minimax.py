@@ -1,0 +1,57 @@
+"""Calls of MiniMax-M2:
+
+<minimax:tool_call>
+<invoke name="weather">
+<parameter name="city">Paris</parameter>
+</invoke>
+</minimax:tool_call>
+"""
+
+from __future__ import annotations
+
+from .call_format import CallFormat, has_all, some
+from .calls import Call, Tool, Tools
+from .cursor import Cursor
+from .gbnf import Grammar, literal
+from .values import typed
+
+_BEGIN, _END = "<minimax:tool_call>", "</minimax:tool_call>"
+_INVOKE, _INVOKE_END = '<invoke name="', "</invoke>"
+_PARAMETER, _PARAMETER_END = '<parameter name="', "</parameter>"
+
+
+def _read(cursor: Cursor, tools: Tools) -> list[Call]:
+    calls = []
+    cursor.expect(_BEGIN)
+    cursor.space()
+    while cursor.take(_INVOKE):
+        tool = tools.named(cursor.until('">'))
+        arguments = {}
+        cursor.space()
+        while cursor.take(_PARAMETER):
+            name = cursor.until('">')
+            arguments[name] = typed(cursor.until(_PARAMETER_END), tool.parameter(name), tool.parameters)
+            cursor.space()
+        cursor.expect(_INVOKE_END)
+        cursor.space()
+        calls.append(tools.call(tool.name, arguments))
+    cursor.expect(_END)
+    cursor.end()
+    return calls
+
+
+def _write(grammar: Grammar, tools: list[Tool], many: bool) -> str:
+    calls, back, line = [], literal(f"{_INVOKE_END}\n"), literal("\n")
+    for tool in tools:
+
+        def parameter(name: str, schema: object, tool: Tool = tool) -> str:
+            front = literal(f'{_PARAMETER}{name}">')
+            return f"{front} {grammar.typed(tool, schema, _PARAMETER_END)} {line}"
+
+        front = literal(f'{_INVOKE}{tool.name}">\n')
+        calls.append(f"{front} {grammar.parameters(tool, parameter)} {back}")
+    front = literal(f"{_BEGIN}\n")
+    return f"{front} {some(calls, '', many)} {literal(_END)}"
+
+
+FORMAT = CallFormat("MiniMax-M2", has_all(_BEGIN, _END, _INVOKE), (_BEGIN,), _read, _write, marks=(_END,))

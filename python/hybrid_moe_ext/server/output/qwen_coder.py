@@ -1,0 +1,57 @@
+"""Calls of Qwen3-Coder, and of Qwen3.5, Nemotron 3 and StepFun 3.5:
+
+<tool_call>
+<function=weather>
+<parameter=city>
+Paris
+</parameter>
+</function>
+</tool_call>
+"""
+
+from __future__ import annotations
+
+from .call_format import CallFormat, has_all, some
+from .calls import Call, Tool, Tools
+from .cursor import Cursor
+from .gbnf import Grammar, literal
+from .values import typed
+
+_BEGIN, _END, _LINE = "<tool_call>", "</tool_call>", "\n"
+
+
+def _read(cursor: Cursor, tools: Tools) -> list[Call]:
+    calls = []
+    while not cursor.is_at_end:
+        cursor.expect(_BEGIN, "<function=")
+        tool = tools.named(cursor.until(">"))
+        arguments = {}
+        cursor.space()
+        while cursor.take("<parameter="):
+            name = cursor.until(">")
+            # The line ends next to the marks are theirs; an empty value may have one for both.
+            text = cursor.until("</parameter>").removeprefix("\n").removesuffix("\n")
+            arguments[name] = typed(text, tool.parameter(name), tool.parameters)
+            cursor.space()
+        cursor.expect("</function>", _END)
+        cursor.space()
+        calls.append(tools.call(tool.name, arguments))
+    return calls
+
+
+def _write(grammar: Grammar, tools: list[Tool], many: bool) -> str:
+    calls, back = [], literal(f"</function>\n{_END}")
+    for tool in tools:
+
+        def parameter(name: str, schema: object, tool: Tool = tool) -> str:
+            value = grammar.typed(tool, schema, "\n</parameter>\n")
+            return f"{literal(f'<parameter={name}>' + _LINE)} {value}"
+
+        front = literal(f"{_BEGIN}\n<function={tool.name}>\n")
+        calls.append(f"{front} {grammar.parameters(tool, parameter)} {back}")
+    return some(calls, literal("\n"), many)
+
+
+FORMAT = CallFormat(
+    "Qwen3-Coder", has_all(_BEGIN, "<function=", "<parameter="), (_BEGIN,), _read, _write, marks=(_END,)
+)

@@ -1,0 +1,388 @@
+"""What models write, by their own templates: which format a template teaches, and calls and reasoning read back from it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chat_templates import all_templates, needs_archive, template
+from hybrid_moe_ext.server.chat import wants_parsed_arguments
+from hybrid_moe_ext.server.output.calls import Call, Tools
+from hybrid_moe_ext.server.output.formats import OutputFormat, format_of
+from hybrid_moe_ext.server.output.values import typed
+
+# Of all templates of the archive: reasoning, calls. Those that are missing have neither that is known here.
+KNOWN = {
+    "Bielik-11B-v3.0-Instruct": ("<think>", "Hermes"),
+    "GLM-4.6": ("<think>", "GLM"),
+    "GLM-4.7-Flash": ("<think>", "GLM"),
+    "HuggingFaceTB-SmolLM3-3B": ("<think>", None),
+    "Kimi-K2-Instruct": (None, "Kimi K2"),
+    "Kimi-K2-Thinking": ("<think>", "Kimi K2"),
+    "LFM2.5-8B-A1B": ("<think>", None),
+    "MiMo-VL": (None, "Hermes"),
+    "MiniMax-M2": ("<think>", "MiniMax-M2"),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ("<think>", "Qwen3-Coder"),
+    "NVIDIA-Nemotron-Nano-v2": ("<think>", None),
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": (None, "Hermes"),
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": (None, "Hermes"),
+    "Qwen-QwQ-32B": ("<think>", "Hermes"),
+    "Qwen-Qwen2.5-7B-Instruct": (None, "Hermes"),
+    "Qwen-Qwen3-0.6B": ("<think>", "Hermes"),
+    "Qwen3-Coder": (None, "Qwen3-Coder"),
+    "Qwen3.5-4B": ("<think>", "Qwen3-Coder"),
+    "Reka-Edge": ("<think>", "Hermes"),
+    "Spark2.5": ("<think>", "GLM"),
+    "StepFun3.5-Flash": ("<think>", "Qwen3-Coder"),
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ("<think>", "DeepSeek V3"),
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("<think>", "DeepSeek V3"),
+    "deepseek-ai-DeepSeek-V3.1": ("<think>", "DeepSeek V3.1"),
+    "deepseek-ai-DeepSeek-V3.2": ("<think>", "DeepSeek V3.2"),
+    "deepseek-ai-DeepSeek-V4": ("<think>", "DeepSeek V4"),
+    "deepseek-ai-DeepSeek-V4-Flash-0731": ("<think>", "DeepSeek V4"),
+    "ibm-granite-granite-3.3-2B-Instruct": ("<think>", None),
+    "ibm-granite-granite-4.0": (None, "Hermes"),
+    "ibm-granite-granite-4.1": (None, "Hermes"),
+    "inclusionai-ling-3.0-flash": ("<think>", "GLM"),
+    "llama-cpp-deepseek-r1": ("<think>", "DeepSeek V3"),
+    "llama-cpp-rwkv-world": ("<think>", None),
+    "mistralai-Ministral-3-14B-Reasoning-2512": ("[THINK]", None),
+    "moonshotai-Kimi-K2": (None, "Kimi K2"),
+    "openai-gpt-oss-120b": ("harmony", "harmony"),
+    "openbmb-MiniCPM5-1B": ("<think>", None),
+    "poolside-Laguna-S-2.1": ("<think>", "GLM"),
+    "poolside-Laguna-XS-2.1": ("<think>", "GLM"),
+    "poolside-Laguna-XS.2": ("<think>", "GLM"),
+}
+
+
+def known(told: OutputFormat) -> tuple[str | None, str | None]:
+    reasoning = "harmony" if told.is_harmony else told.tags.begin if told.tags else None
+    return reasoning, told.calls.name if told.calls else None
+
+
+@needs_archive
+def test_which_format_a_template_teaches() -> None:
+    assert len(all_templates()) >= 60
+    assert {name for name in all_templates() if known(format_of(all_templates()[name])) != (None, None)} == set(KNOWN)
+    for name, expected in KNOWN.items():
+        assert known(format_of(all_templates()[name])) == expected, name
+
+
+# --- from a template and back
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "at": {"type": "number"},
+        "exact": {"type": "boolean"},
+        "places": {"type": "array"},
+        "more": {"$ref": "#/$defs/more"},
+        "unit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    },
+    "$defs": {"more": {"type": "object"}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "a", "parameters": SCHEMA}}
+    for name in ("weather", "get.forecast-2")
+]
+USER = {"role": "user", "content": "Hello"}
+TEXTS = st.one_of(
+    st.text('ab\\"\n\täß€<>/{}[]:,=|', max_size=12),
+    st.sampled_from(
+        ["", " ", "1", "true", "null", "None", '{"a": 1}', "</tool_call>", "</parameter>", "</arg_value>", "```", "<think>",
+         "</think>", "<tool_call>", "}</tool_call>", "</invoke>", "<function=weather>", "\n", "\n\nx\n"]
+    ),
+)  # fmt: skip
+JSON = st.recursive(
+    st.one_of(TEXTS, st.integers(-(10**18), 10**18), st.booleans(), st.none(), st.floats(-1e9, 1e9)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=3)),
+    max_leaves=5,
+)
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": TEXTS,
+        "days": st.integers(-(10**9), 10**9),
+        "at": st.floats(-1e9, 1e9),
+        "exact": st.booleans(),
+        "places": st.lists(JSON, max_size=3),
+        "more": st.dictionaries(TEXTS, JSON, max_size=3),
+        "unit": st.one_of(st.integers(), st.none()),
+    },
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    template: str
+    end: str  # of the text, which no model's text has
+    cut: str = ""  # what the model's text comes after, where that is not the prompt
+    more: dict = field(default_factory=dict)
+    content: bool = True  # may come before calls
+    reasoning: bool = False
+    n_calls: int = 2
+    not_in_values: str = ""  # what this format cannot have in a value
+
+
+IM_END, SENTENCE_END = "<|im_end|>\n", "<｜end▁of▁sentence｜>"
+OF_DSML = {"end": SENTENCE_END, "not_in_values": "</｜DSML｜parameter>"}
+CASES = [
+    Case("Qwen-Qwen3-0.6B", IM_END, reasoning=True),
+    Case("Qwen-Qwen3-0.6B", IM_END, cut="<|im_start|>assistant\n<think>\n\n</think>\n\n", more={"enable_thinking": False}),
+    Case("Qwen-QwQ-32B", IM_END, cut="<|im_start|>assistant\n", content=False),
+    Case("Qwen-Qwen2.5-7B-Instruct", IM_END),
+    Case("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", "<|im_end|>\n", content=False),
+    Case("ibm-granite-granite-4.0", "<|end_of_text|>\n"),
+    Case("Qwen3-Coder", IM_END, cut="<|im_start|>assistant\n", not_in_values="</parameter>"),
+    Case("Qwen3.5-4B", IM_END, reasoning=True, not_in_values="</parameter>"),
+    Case("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", IM_END, reasoning=True, not_in_values="</parameter>"),
+    Case("StepFun3.5-Flash", IM_END, reasoning=True, not_in_values="</parameter>"),
+    Case("GLM-4.6", "", reasoning=True, not_in_values="</arg_value>"),
+    Case("GLM-4.6", "", more={"enable_thinking": False}, not_in_values="</arg_value>"),
+    Case("GLM-4.7-Flash", "", reasoning=True, not_in_values="</arg_value>"),
+    Case("GLM-4.7-Flash", "", more={"enable_thinking": False}, not_in_values="</arg_value>"),
+    Case("Spark2.5", SENTENCE_END, reasoning=True, not_in_values="</arg_value>"),
+    Case("inclusionai-ling-3.0-flash", "<|role_end|>", reasoning=True, not_in_values="</arg_value>"),
+    Case("poolside-Laguna-S-2.1", "</assistant>\n", reasoning=True, not_in_values="</arg_value>"),
+    Case("deepseek-ai-DeepSeek-V3.1", SENTENCE_END),
+    Case("llama-cpp-deepseek-r1", SENTENCE_END, cut="<｜Assistant｜>", content=False),
+    Case("deepseek-ai-DeepSeek-V3.2", more={"thinking": True}, reasoning=True, **OF_DSML),
+    Case("deepseek-ai-DeepSeek-V3.2", cut="<｜Assistant｜></think>", **OF_DSML),
+    Case("deepseek-ai-DeepSeek-V4", more={"thinking": True}, reasoning=True, **OF_DSML),
+    Case("moonshotai-Kimi-K2", "<|im_end|>"),
+    Case("Kimi-K2-Instruct", "<|im_end|>"),
+    Case("Kimi-K2-Thinking", "<|im_end|>", reasoning=True),
+    Case("MiniMax-M2", "[e~[\n", reasoning=True, not_in_values="</parameter>"),
+    Case("openai-gpt-oss-120b", "<|call|>", content=False, reasoning=True, n_calls=1),
+]  # fmt: skip
+
+
+def marks_of(told: OutputFormat) -> list[str]:
+    calls = told.calls
+    marks = [*(told.tags or ()), *calls.begins, *calls.marks, *calls.parts] if calls else list(told.tags or ())
+    return sorted(marks, key=len, reverse=True)
+
+
+def events(text: str, told: OutputFormat, as_control: bool, seed: int) -> list[tuple[str, str]]:
+    """Texts and the control tokens behind them, cut anywhere."""
+    drawn, out = random.Random(seed), []
+    parts = re.split("(" + "|".join(map(re.escape, marks_of(told))) + ")", text) if as_control else [text]
+    for i, part in enumerate(parts):
+        if i % 2:
+            out.append(("", part))
+            continue
+        at = 0
+        while at < len(part):
+            n = drawn.randint(1, drawn.choice((2, 9, 40)))
+            out.append((part[at : at + n], ""))
+            at += n
+    return out
+
+
+def read(
+    told: OutputFormat, text: str, prompt: str = "", as_control: bool = False, seed: int = 0, tools: list | None = TOOLS,
+    apart: bool = True,
+) -> tuple[str, str, list[Call]]:  # fmt: skip
+    """Reasoning, content and calls."""
+    reader = told.reader(Tools(tools) if tools else None, told.thinking(prompt), apart)
+    assert reader is not None
+    pieces = [piece for event in events(text, told, as_control, seed) for piece in reader.add(*event)]
+    rest, calls = reader.end()
+    pieces += rest
+    assert all(piece.text for piece in pieces)
+    return (
+        "".join(piece.text for piece in pieces if piece.is_reasoning),
+        "".join(piece.text for piece in pieces if not piece.is_reasoning),
+        calls,
+    )
+
+
+def has(value: object, text: str) -> bool:
+    if isinstance(value, dict):
+        return any(has(one, text) for pair in value.items() for one in pair)
+    return any(has(one, text) for one in value) if isinstance(value, list) else isinstance(value, str) and text in value
+
+
+def written(case: Case, reasoning: str, content: str, calls: list[tuple[str, dict]]) -> tuple[str, str]:
+    """The prompt, and what a model wrote after it that its template shows like this."""
+    wants_parsed = wants_parsed_arguments(template(case.template))
+    told = [
+        {"id": f"functions.{name}:{i}", "type": "function",
+         "function": {"name": name, "arguments": arguments if wants_parsed else json.dumps(arguments, ensure_ascii=False)}}
+        for i, (name, arguments) in enumerate(calls)
+    ]  # fmt: skip
+    answer: dict = {"role": "assistant", "content": content}
+    if told:
+        answer["tool_calls"] = told
+    if reasoning:
+        answer |= {"reasoning_content": reasoning, "thinking": reasoning}
+    prompt = template(case.template).render([USER], TOOLS, **case.more)
+    whole = template(case.template).render([USER, answer], TOOLS, answers=False, **case.more)
+    if case.cut:
+        front, text = whole.rsplit(case.cut, 1)
+        prompt = front + case.cut
+    else:
+        assert whole.startswith(prompt), whole[len(prompt) - 80 :]
+        text = whole[len(prompt) :]
+    assert text.endswith(case.end)
+    return prompt, text[: len(text) - len(case.end)]
+
+
+@needs_archive
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([case.template, *case.more]))
+def test_from_a_template_and_back(case: Case) -> None:
+    told = format_of(all_templates()[case.template])
+
+    @settings(deadline=None, max_examples=25)
+    @given(
+        st.lists(st.tuples(st.sampled_from(["weather", "get.forecast-2"]), ARGUMENTS), max_size=case.n_calls),
+        st.sampled_from(["", "Let me look.", "So\n\nit: <b>1 < 2</b>"]) if case.content else st.just(""),
+        st.sampled_from(["Hm.", "First\n\nwhat <tool_call> is\n1 < 2"]) if case.reasoning else st.just(""),
+        st.booleans(),
+        st.integers(0, 10**6),
+    )
+    def check(calls: list, content: str, reasoning: str, as_control: bool, seed: int) -> None:
+        if case.not_in_values and has([arguments for _, arguments in calls], case.not_in_values):
+            return
+        if not calls and case.template in ("openai-gpt-oss-120b", "llama-cpp-deepseek-r1", "Kimi-K2-Thinking"):
+            return  # these templates show such an answer in another way
+        if as_control:  # a control token in the reasoning is not shown
+            reasoning = reasoning.replace("<tool_call>", "that")
+        prompt, text = written(case, reasoning, content, calls)
+        got = read(told, text, prompt, as_control, seed)
+        assert got[:2] == (reasoning, content)
+        assert [(call.name, json.loads(call.arguments)) for call in got[2]] == calls
+
+    check()
+
+
+@needs_archive
+@pytest.mark.parametrize("name", sorted(KNOWN))
+@pytest.mark.parametrize("wants", [True, False])
+def test_models_may_write_anything(name: str, wants: bool) -> None:
+    """However it is cut, text that is no call is content or reasoning, once; marks of reasoning and white space aside."""
+    told = format_of(all_templates()[name])
+    pieces = [
+        *marks_of(told), "functions.weather:0", "weather", "{", "}", '{"city": "a"}', "\n", " ", "a", "<", "</", "[", '"',
+        "to=functions.weather", "<|channel|>final<|message|>", "```json", "<parameter=city>", "<function=weather>",
+    ]  # fmt: skip
+
+    @settings(deadline=None, max_examples=40)
+    @given(
+        st.lists(st.sampled_from(pieces), max_size=12).map("".join),
+        st.sampled_from(["open", "closed", "free"]),
+        st.booleans(),
+        st.integers(0, 999),
+    )
+    def check(text: str, thinking: str, apart: bool, seed: int) -> None:
+        reader = told.reader(Tools(TOOLS) if wants else None, thinking, apart)
+        if reader is None:
+            return
+        whole = [piece for event in events(text, told, False, seed) for piece in reader.add(*event)]
+        rest, calls = reader.end()
+        shown = "".join(piece.text for piece in whole + rest)
+        if not apart and not calls:
+            assert shown == text
+        again = told.reader(Tools(TOOLS) if wants else None, thinking, apart)
+        assert again is not None
+        at_once = again.add(text)
+        end, same = again.end()
+        assert "".join(piece.text for piece in at_once + end) == shown, "it depends on how it is cut"
+        assert [(call.name, call.arguments) for call in same] == [(call.name, call.arguments) for call in calls]
+        if not told.is_harmony and not calls and told.tags:
+            marks = "|".join(map(re.escape, told.tags))
+            assert re.sub(rf"\s|{marks}", "", shown) == re.sub(rf"\s|{marks}", "", text)
+
+    check()
+
+
+N = 100_000
+
+
+@needs_archive
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_hostile_text_costs_no_more_than_its_length(name: str) -> None:
+    """A hundred thousand of anything, in pieces: what is quadratic would take minutes."""
+    told = format_of(all_templates()[name])
+    marks = marks_of(told)
+    opening = "<tool_call><|channel|>commentary to=functions.weather<|message|>"
+    began = time.monotonic()
+    for unit in [*marks, *(mark[:-1] for mark in marks), "[", "{", " ", "\n", "<", '{"a":', "\\", opening]:
+        for thinking in ("free", "open"):
+            reader = told.reader(Tools(TOOLS), thinking, True)
+            assert reader is not None or told.calls is None
+            if reader is None:
+                continue
+            for i in range(0, N, 1000):
+                assert isinstance(reader.add((marks[0] if i == 0 and marks else "") + unit * 1000), list)
+            assert reader.end()[1] == []
+    assert time.monotonic() - began < 60
+
+
+def test_deep_arguments_are_text() -> None:
+    told = format_of('<tool_call> </tool_call> "arguments"')
+    for n in (100, 900, 1200, 100_000):
+        text = '<tool_call>{"name": "weather", "arguments": {"a": ' + "[" * n + "]" * n + "}}</tool_call>"
+        _, content, calls = read(told, text, seed=n)
+        assert (len(calls), content) in ((1, ""), (0, text)), n
+        assert n not in (100, 100_000) or len(calls) == (n == 100)
+    for odd in ('{"a": NaN}', '{"a": ' + "9" * 5000 + "}", '{"a": "\x01"}'):
+        text = f'<tool_call>{{"name": "weather", "arguments": {odd}}}</tool_call>'
+        assert read(told, text)[1:] == (text, [])
+
+
+# --- values without quotes
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("5", {"type": "string"}, "5"),
+        ("5", {"type": "integer"}, 5),
+        ("five", {"type": "integer"}, "five"),
+        ("5", {"type": ["string", "null"]}, "5"),
+        ("null", {"type": ["string", "null"]}, None),
+        ("5", {"type": ["string", "integer"]}, 5),
+        ("5.5", {"type": ["string", "integer"]}, "5.5"),
+        ("5", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "5"),
+        ("None", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, None),
+        ("True", {"type": "boolean"}, True),
+        ("True", {}, "True"),
+        ("true", {}, True),
+        ("5", {"enum": ["5", "6"]}, "5"),
+        ("6", {"enum": [5, 6]}, 6),
+        ("5", {"const": "5"}, "5"),
+        ("[1]", {"$ref": "#/$defs/list"}, [1]),
+        ("[1]", {"$ref": "#/$defs/text"}, "[1]"),
+        ("1", {"$ref": "#/$defs/loop"}, 1),
+        ("1", {"$ref": "elsewhere"}, 1),
+        ("1", {"allOf": [{"$ref": "#/$defs/text"}]}, "1"),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("9" * 5000, {"type": "integer"}, "9" * 5000),
+        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
+        ("1", None, 1),
+        ("1", {"type": {}}, 1),
+        ("1", {"type": [[]]}, 1),
+        ("1", {"enum": [[]]}, 1),
+        ("1", {"anyOf": []}, 1),
+    ],
+)
+def test_a_value_by_its_schema(text: str, schema: object, value: object) -> None:
+    root = {"$defs": {"list": {"type": "array"}, "text": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}
+    got = typed(text, schema, root)
+    assert (got, type(got)) == (value, type(value))
+
+
+def test_a_schema_of_a_thousand_branches_is_not_followed() -> None:
+    root = {"$defs": {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 50} for i in range(20)}}
+    assert typed("1", {"$ref": "#/$defs/0"}, root) == 1
