@@ -8,7 +8,8 @@ from hybrid_moe_ext.server.requests import Requests
 
 
 def _step(**told: object) -> StepReport:
-    return StepReport(**{"decoding": (), "chunks": (), "chunk_limit": 0, "installed": 0, "prefilling": (), "seconds": 0.1, **told})  # fmt: skip
+    nothing = {"decoding": (), "chunks": (), "chunk_limit": 0, "installed": 0, "prefilling": (), "seconds": 0.1}
+    return StepReport(**{**nothing, **told})
 
 
 def test_tokens_that_came_before_it_was_looked_at_are_counted() -> None:
