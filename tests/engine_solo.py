@@ -85,6 +85,16 @@ def solo(name: str, prompt: tuple[int, ...], n: int) -> tuple[list[int], list[fl
     return tokens, margins
 
 
+def solo_logprobs(name: str, prompt: list[int], tokens: list[int]) -> np.ndarray:
+    """[len(tokens)], of these tokens after the prompt, computed alone in one piece."""
+    llm = _plain(name)
+    llm.reset()
+    llm.eval([*prompt, *tokens[:-1]])
+    rows = llm.scores[len(prompt) - 1 : llm.n_tokens].astype(np.float64)
+    rows -= rows.max(axis=1, keepdims=True)
+    return rows[np.arange(len(tokens)), tokens] - np.log(np.exp(rows).sum(axis=1))
+
+
 def assert_solo(name: str, prompt: list[int], tokens: list[int], is_whole: int | None = None) -> int:
     """The tokens are those of the request alone, up to a tie. Returns how many were compared."""
     if is_whole is not None:

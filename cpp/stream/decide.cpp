@@ -41,7 +41,9 @@ bool all_have_rates(const std::vector<DeviceRate> & rates) {
 std::string text_of(const LayerExperts & experts) {
     std::string text = std::to_string(experts.n_expert()) + " experts";
     for (const PartWeights & p : experts.parts) {
-        if (p.exists()) text += "; " + std::string(host().ggml_type_name(ggml_type(p.weights.host_type))) + " " + std::to_string(p.n_rows) + "x" + std::to_string(p.k());
+        if (!p.exists()) continue;
+        const std::string type = host().ggml_type_name(ggml_type(p.weights.host_type));
+        text += "; " + type + " " + std::to_string(p.n_rows) + "x" + std::to_string(p.k());
     }
     return text;
 }

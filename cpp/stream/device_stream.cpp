@@ -15,7 +15,8 @@ constexpr size_t n_areas       = 2;  // for expanded FP8
 
 DeviceStream::DeviceStream(const Gpu & gpu, const StreamSettings & settings)
     : gpu_(gpu), settings_(settings), upload_(gpu_), compute_(std::make_unique<Instance>(gpu_)), n_freed_(GpuMemory::n_freed()),
-      filler_(gpu_, settings.copy_threads), result_(gpu_, result_piece_bytes, result_chunks), result_crew_(settings.copy_threads), last_use_ns_(now_ns()) {
+      filler_(gpu_, settings.copy_threads), result_(gpu_, result_piece_bytes, result_chunks), result_crew_(settings.copy_threads),
+      last_use_ns_(now_ns()) {
     expander_ = find_fp8_expander(gpu_, why_no_expander_);
     upload_thread_  = std::thread([this] { upload_loop(); });
     compute_thread_ = std::thread([this] { compute_loop(); });

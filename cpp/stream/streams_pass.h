@@ -1,4 +1,4 @@
-// One pass of tokens through one layer, while Streams decides and runs it. For streams.cpp and decide.cpp only.
+// One pass of tokens through one layer, while Streams decides and runs it. For layer_passes.cpp, streams.cpp and decide.cpp only.
 #pragma once
 
 #include "stream/streams.h"

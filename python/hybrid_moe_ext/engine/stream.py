@@ -54,6 +54,8 @@ class Stream:
         self.id = id
         self.cancelled = False
         self.finish: Finish | None = None
+        self.n_tokens = 0  # so far, whether they were taken or not
+        self.first_at: float | None = None  # time.monotonic() of the first
         self._error: BaseException | None = None
         self._wake = wake
         self._events: deque[Token] = deque()
@@ -134,6 +136,9 @@ class Stream:
 
     def put(self, event: Token) -> None:
         with self._changed:
+            if event.token is not None:
+                self.n_tokens += 1
+                self.first_at = self.first_at or time.monotonic()
             self._events.append(event)
             self._notify()
 

@@ -1,4 +1,4 @@
-"""The requests that run, and how far each is: from what the engine tells of its steps. For the page, not for counting."""
+"""The requests that run, and how far each is: its answer by its stream, its prompt by what the engine tells of its steps."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ class _Seen:
     n_prompt: int
     max_tokens: int
     began: float = field(default_factory=time.monotonic)
-    n_read: int = 0  # of its prompt, by the decode workers
-    n_generated: int = 0
+    n_read: int = 0  # of its prompt, by the decode workers since it is seen here
     in_prefill: bool = False
-    first_at: float | None = None
 
     def told(self, now: float) -> dict[str, Any]:
-        writing = self.first_at is not None
+        first_at, n_generated = self.stream.first_at, self.stream.n_tokens
+        writing = first_at is not None
         reading = "prefill" if self.in_prefill else "prompt" if self.n_read else "waiting"
-        seconds = now - self.first_at if self.first_at is not None else 0.0
+        seconds = now - first_at if first_at is not None else 0.0
         return {
             "id": self.stream.id,
             "state": "writing" if writing else reading,
             "prompt_tokens": self.n_prompt,
             "prompt_done": self.n_prompt if writing else min(self.n_read, self.n_prompt),
-            "generated_tokens": self.n_generated,
+            "generated_tokens": n_generated,
             "max_tokens": self.max_tokens,
             "seconds": round(now - self.began, 3),
-            "ttft_s": round(self.first_at - self.began, 3) if self.first_at is not None else None,
-            "tokens_per_s": round((self.n_generated - 1) / seconds, 2) if self.n_generated > 1 and seconds else None,
+            "ttft_s": round(max(0.0, first_at - self.began), 3) if first_at is not None else None,
+            "tokens_per_s": round((n_generated - 1) / seconds, 2) if n_generated > 1 and seconds > 0 else None,
         }
 
 
@@ -51,7 +50,6 @@ class Requests:
 
     def on_step(self, report: StepReport) -> None:
         """On a decode worker's thread."""
-        now = time.monotonic()
         with self._lock:
             for i, n in report.chunks:
                 if (seen := self._seen.get(i)) is not None:
@@ -59,10 +57,6 @@ class Requests:
             for i in report.prefilling:
                 if (seen := self._seen.get(i)) is not None:
                     seen.in_prefill = True
-            for i in report.decoding:
-                if (seen := self._seen.get(i)) is not None:
-                    seen.first_at = seen.first_at or now
-                    seen.n_generated += 1
 
     def told(self) -> list[dict[str, Any]]:
         """In the order in which they came."""
