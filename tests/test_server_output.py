@@ -6,14 +6,12 @@ import json
 import random
 import re
 import time
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_templates import all_templates, needs_archive, template
-from hybrid_moe_ext.server.chat import wants_parsed_arguments
+from chat_templates import CASES, TOOLS, Case, all_templates, needs_archive, written
 from hybrid_moe_ext.server.output.calls import Call, Tools
 from hybrid_moe_ext.server.output.formats import OutputFormat, format_of
 from hybrid_moe_ext.server.output.values import typed
@@ -78,24 +76,6 @@ def test_which_format_a_template_teaches() -> None:
 
 # --- from a template and back
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "integer"},
-        "at": {"type": "number"},
-        "exact": {"type": "boolean"},
-        "places": {"type": "array"},
-        "more": {"$ref": "#/$defs/more"},
-        "unit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-    },
-    "$defs": {"more": {"type": "object"}},
-}
-TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "a", "parameters": SCHEMA}}
-    for name in ("weather", "get.forecast-2")
-]
-USER = {"role": "user", "content": "Hello"}
 TEXTS = st.one_of(
     st.text('ab\\"\n\täß€<>/{}[]:,=|', max_size=12),
     st.sampled_from(
@@ -120,51 +100,6 @@ ARGUMENTS = st.fixed_dictionaries(
         "unit": st.one_of(st.integers(), st.none()),
     },
 )
-
-
-@dataclass(frozen=True)
-class Case:
-    template: str
-    end: str  # of the text, which no model's text has
-    cut: str = ""  # what the model's text comes after, where that is not the prompt
-    more: dict = field(default_factory=dict)
-    content: bool = True  # may come before calls
-    reasoning: bool = False
-    n_calls: int = 2
-    not_in_values: str = ""  # what this format cannot have in a value
-
-
-IM_END, SENTENCE_END = "<|im_end|>\n", "<｜end▁of▁sentence｜>"
-OF_DSML = {"end": SENTENCE_END, "not_in_values": "</｜DSML｜parameter>"}
-CASES = [
-    Case("Qwen-Qwen3-0.6B", IM_END, reasoning=True),
-    Case("Qwen-Qwen3-0.6B", IM_END, cut="<|im_start|>assistant\n<think>\n\n</think>\n\n", more={"enable_thinking": False}),
-    Case("Qwen-QwQ-32B", IM_END, cut="<|im_start|>assistant\n", content=False),
-    Case("Qwen-Qwen2.5-7B-Instruct", IM_END),
-    Case("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", "<|im_end|>\n", content=False),
-    Case("ibm-granite-granite-4.0", "<|end_of_text|>\n"),
-    Case("Qwen3-Coder", IM_END, cut="<|im_start|>assistant\n", not_in_values="</parameter>"),
-    Case("Qwen3.5-4B", IM_END, reasoning=True, not_in_values="</parameter>"),
-    Case("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", IM_END, reasoning=True, not_in_values="</parameter>"),
-    Case("StepFun3.5-Flash", IM_END, reasoning=True, not_in_values="</parameter>"),
-    Case("GLM-4.6", "", reasoning=True, not_in_values="</arg_value>"),
-    Case("GLM-4.6", "", more={"enable_thinking": False}, not_in_values="</arg_value>"),
-    Case("GLM-4.7-Flash", "", reasoning=True, not_in_values="</arg_value>"),
-    Case("GLM-4.7-Flash", "", more={"enable_thinking": False}, not_in_values="</arg_value>"),
-    Case("Spark2.5", SENTENCE_END, reasoning=True, not_in_values="</arg_value>"),
-    Case("inclusionai-ling-3.0-flash", "<|role_end|>", reasoning=True, not_in_values="</arg_value>"),
-    Case("poolside-Laguna-S-2.1", "</assistant>\n", reasoning=True, not_in_values="</arg_value>"),
-    Case("deepseek-ai-DeepSeek-V3.1", SENTENCE_END),
-    Case("llama-cpp-deepseek-r1", SENTENCE_END, cut="<｜Assistant｜>", content=False),
-    Case("deepseek-ai-DeepSeek-V3.2", more={"thinking": True}, reasoning=True, **OF_DSML),
-    Case("deepseek-ai-DeepSeek-V3.2", cut="<｜Assistant｜></think>", **OF_DSML),
-    Case("deepseek-ai-DeepSeek-V4", more={"thinking": True}, reasoning=True, **OF_DSML),
-    Case("moonshotai-Kimi-K2", "<|im_end|>"),
-    Case("Kimi-K2-Instruct", "<|im_end|>"),
-    Case("Kimi-K2-Thinking", "<|im_end|>", reasoning=True),
-    Case("MiniMax-M2", "[e~[\n", reasoning=True, not_in_values="</parameter>"),
-    Case("openai-gpt-oss-120b", "<|call|>", content=False, reasoning=True, n_calls=1),
-]  # fmt: skip
 
 
 def marks_of(told: OutputFormat) -> list[str]:
@@ -211,31 +146,6 @@ def has(value: object, text: str) -> bool:
     if isinstance(value, dict):
         return any(has(one, text) for pair in value.items() for one in pair)
     return any(has(one, text) for one in value) if isinstance(value, list) else isinstance(value, str) and text in value
-
-
-def written(case: Case, reasoning: str, content: str, calls: list[tuple[str, dict]]) -> tuple[str, str]:
-    """The prompt, and what a model wrote after it that its template shows like this."""
-    wants_parsed = wants_parsed_arguments(template(case.template))
-    told = [
-        {"id": f"functions.{name}:{i}", "type": "function",
-         "function": {"name": name, "arguments": arguments if wants_parsed else json.dumps(arguments, ensure_ascii=False)}}
-        for i, (name, arguments) in enumerate(calls)
-    ]  # fmt: skip
-    answer: dict = {"role": "assistant", "content": content}
-    if told:
-        answer["tool_calls"] = told
-    if reasoning:
-        answer |= {"reasoning_content": reasoning, "thinking": reasoning}
-    prompt = template(case.template).render([USER], TOOLS, **case.more)
-    whole = template(case.template).render([USER, answer], TOOLS, answers=False, **case.more)
-    if case.cut:
-        front, text = whole.rsplit(case.cut, 1)
-        prompt = front + case.cut
-    else:
-        assert whole.startswith(prompt), whole[len(prompt) - 80 :]
-        text = whole[len(prompt) :]
-    assert text.endswith(case.end)
-    return prompt, text[: len(text) - len(case.end)]
 
 
 @needs_archive

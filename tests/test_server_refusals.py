@@ -115,7 +115,7 @@ BAD_CHAT = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "missing_required_parameter", "messages.0"),
     ({"messages": [{"role": "user", "content": "free " * 2000}]}, 400, "context_length_exceeded", "messages"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "unsupported_parameter", "tools"),
-    ({"tool_choice": "required"}, 400, "unsupported_parameter", "tool_choice"),
+    ({"tool_choice": "required"}, 400, "invalid_value", "tool_choice"),
     ({"modalities": ["audio"]}, 400, "invalid_value", "modalities"),
     ({"functions": []}, 400, "unknown_parameter", "functions"),
 ]

@@ -57,7 +57,8 @@ def _format(name: str, block: str) -> CallFormat:
 
 def _writer(begin: str, end: str) -> Callable[[Grammar, list[Tool], bool], str]:
     def write(grammar: Grammar, tools: list[Tool], many: bool) -> str:
-        calls, back = [], literal(f"{_INVOKE_END}\n")
+        # V4 leaves a line free where there are no parameters.
+        calls, back = [], f"{literal(chr(10))}? {literal(_INVOKE_END + chr(10))}"
         for tool in tools:
 
             def parameter(name: str, schema: object, tool: Tool = tool) -> str:

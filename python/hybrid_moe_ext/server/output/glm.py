@@ -44,7 +44,9 @@ def _write(grammar: Grammar, tools: list[Tool], many: bool) -> str:
             value = grammar.typed(tool, schema, _VALUE[1])
             return f"{literal(_KEY[0] + name + _KEY[1])} {line} {literal(_VALUE[0])} {value} {line}"
 
-        calls.append(f"{literal(_BEGIN + tool.name)} {line} {grammar.parameters(tool, parameter)} {literal(_END)}")
+        calls.append(
+            f"{literal(_BEGIN + tool.name)} {line} {grammar.parameters(tool, parameter)} {line} {literal(_END)}"
+        )
     return some(calls, line, many)
 
 

@@ -10,14 +10,15 @@ from .formats import OutputFormat
 from .gbnf import Grammar, literal
 from .reader import Thinking
 
-_LINES = f"{literal(chr(10))}? {literal(chr(10))}?"
+_LINES = " ".join([f"{literal(chr(10))}?"] * 3)  # as templates have them between the reasoning and a call
 
 
 def of_calls(format: OutputFormat, tools: list[Tool], many: bool, thinking: Thinking) -> str:
     """One call of one of the tools, or with `many` one or more. Raises RequestError for a schema that cannot be made into one."""
     assert format.calls is not None
     grammar = Grammar()
-    return grammar.text(f"{_thought(grammar, format, thinking)} {format.calls.write(grammar, tools, many)}")
+    front = _thought(grammar, format, thinking)
+    return grammar.text(f"{front} {_LINES} {format.calls.write(grammar, tools, many)}")
 
 
 def of_schema(format: OutputFormat, schema: Any, thinking: Thinking) -> str | None:
@@ -27,7 +28,7 @@ def of_schema(format: OutputFormat, schema: Any, thinking: Thinking) -> str | No
         return grammar.text(f"{harmony.thought(grammar)} {harmony.final()} {grammar.value(schema)}")
     if thinking != "open":
         return None
-    return grammar.text(f"{_thought(grammar, format, thinking)} {grammar.value(schema)}")
+    return grammar.text(f"{_thought(grammar, format, thinking)} {_LINES} {grammar.value(schema)}")
 
 
 def _thought(grammar: Grammar, format: OutputFormat, thinking: Thinking) -> str:
@@ -35,5 +36,5 @@ def _thought(grammar: Grammar, format: OutputFormat, thinking: Thinking) -> str:
         return harmony.thought(grammar)
     if format.tags is None or thinking == "closed":
         return ""
-    rest = f"{grammar.until(format.tags.end)} {_LINES}"
-    return rest if thinking == "open" else f"({literal(format.tags.begin)} {rest})?"
+    rest = grammar.until(format.tags.end)
+    return rest if thinking == "open" else f"({_LINES} {literal(format.tags.begin)} {rest})?"

@@ -158,8 +158,11 @@ def _write(grammar: Grammar, tools: list[Tool], many: bool) -> str:
     """Never many: a text ends with the first."""
     calls = []
     for tool in tools:
-        header = literal(f"{_CHANNEL}commentary to=functions.{tool.name} {_CONSTRAIN}json{_MESSAGE}")
-        calls.append(f"{header} {grammar.arguments(tool)}")
+        to = literal(f" to=functions.{tool.name}")
+        channel = literal(f"{_CHANNEL}commentary")
+        kind = f"{literal(' ')} {literal(_CONSTRAIN)}? {literal('json' + _MESSAGE)}"
+        # The model writes the first, its template shows the second.
+        calls.append(f"({channel} {to} | {to} {channel}) {kind} {grammar.arguments(tool)}")
     return some(calls, "", many=False)
 
 

@@ -49,7 +49,7 @@ def _write(grammar: Grammar, tools: list[Tool], many: bool) -> str:
 
         front = literal(f"{_BEGIN}\n<function={tool.name}>\n")
         calls.append(f"{front} {grammar.parameters(tool, parameter)} {back}")
-    return some(calls, literal("\n"), many)
+    return some(calls, f"{literal(_LINE)}?", many)
 
 
 FORMAT = CallFormat(
