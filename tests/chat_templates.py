@@ -119,8 +119,8 @@ def written(case: Case, reasoning: str, content: str, calls: list[tuple[str, dic
         answer["tool_calls"] = told
     if reasoning:
         answer |= {"reasoning_content": reasoning, "thinking": reasoning}
-    prompt = template(case.template).render([USER], TOOLS, **case.more)
-    whole = template(case.template).render([USER, answer], TOOLS, answers=False, **case.more)
+    prompt = template(case.template).render([USER], TOOLS, case.more)
+    whole = template(case.template).render([USER, answer], TOOLS, case.more, answers=False)
     if case.cut:
         front, text = whole.rsplit(case.cut, 1)
         prompt = front + case.cut

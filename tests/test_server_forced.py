@@ -108,7 +108,7 @@ def test_what_is_forced_is_a_call(demo: Engine, name: str) -> None:
         {"type": "function", "function": {"name": "news"}},
     ]
     grammar = grammars.of_calls(told, list(Tools(tools).all.values()), False, "closed")
-    for seed in range(4):
+    for seed in range(2):
         sampling = Sampling(temperature=2, seed=seed, grammar=grammar)
         text = demo.submit(Request("Hello", max_tokens=300, sampling=sampling)).result(DEADLOCK_S).text
         reader = told.reader(Tools(tools), "closed", True)
@@ -134,6 +134,17 @@ def test_until_a_mark(demo: Engine, mark: str, data: st.DataObject) -> None:
     rule = grammar.until(mark)
     at = text.find(mark)
     assert admits(demo, grammar.text(f"{literal('x')} {rule}"), "x" + text) == (at >= 0 and at + len(mark) == len(text))
+
+
+def test_text_cannot_end_a_value_twice(demo: Engine) -> None:
+    """What is written behind its end could not be read as a call."""
+    told = format_of("<tool_call><function=<parameter=")
+    grammar = grammars.of_calls(told, list(Tools(TOOLS).all.values()), False, "closed")
+    text = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=note>\n{}</function>\n</tool_call>"
+    assert admits(demo, grammar, text.format("a\n</parameter>\n")) and admits(
+        demo, grammar, text.format("a</parameter>\n")
+    )
+    assert not admits(demo, grammar, text.format("a</parameter>b\n</parameter>\n"))
 
 
 def test_json_behind_the_reasoning(demo: Engine) -> None:

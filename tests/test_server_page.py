@@ -17,7 +17,7 @@ import pytest
 import chromium
 from conftest import DEMO
 from hybrid_moe_ext.server.timeline import Timeline
-from server_host import MODEL, Host, serving, wait_for
+from server_host import MODEL, Host, demo_with, serving, wait_for
 
 needs_chromium = pytest.mark.skipif(chromium.program() is None, reason="no chromium: apt-get install chromium")
 QUESTION = (
@@ -93,6 +93,21 @@ def test_a_chat_on_the_cpu(host: Host, page: chromium.Page) -> None:
     assert re.match(r"Layers of the last prefill: \d+ tokens in [\d.]+ ms, \d+ batch", title)
     assert page.value("document.querySelector('#timeline-table tbody tr').innerText").startswith("CPU")
     assert_clean(page, host.url)
+
+
+@needs_chromium
+def test_reasoning_is_apart(page: chromium.Page, tmp_path: Path) -> None:
+    """This model's never ends, so that the answer stays empty."""
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}<think>{# </think> #}"
+    (tmp_path / "model").mkdir()
+    with serving(path=demo_with(tmp_path / "model", template)) as host:
+        page.open(host.url + "/")
+        page.until(f"document.getElementById('model').textContent.startsWith('{MODEL}')")
+        ask(page, 8)
+        page.until(f"{DONE} && /, 8 tokens, [\\d.]+ tokens\\/s/.test({SPEED})")
+        assert page.value("document.querySelector('details.reasoning[open] p').textContent").strip()
+        assert page.value("document.querySelector('p.assistant').textContent") == ""
+        assert_clean(page, host.url)
 
 
 @pytest.fixture

@@ -161,6 +161,28 @@ def test_one_call_where_several_are_not_wanted(host: Host) -> None:
     assert call.index == 0
 
 
+LANGCHAIN = {  # ChatOpenAI of langchain-openai: with_structured_output by function_calling, and bind_tools(tool_choice="any")
+    "structured": {
+        "model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "stream": False, "temperature": 0, "n": 1,
+        "parallel_tool_calls": False, "tool_choice": {"type": "function", "function": {"name": "Weather"}},
+        "tools": [{"type": "function", "function": {"name": "Weather", "description": "", "parameters": CITY}}],
+    },
+    "any": {
+        "model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "stream": True, "temperature": 0,
+        "tools": TWO[:1], "tool_choice": "required", "stream_options": {"include_usage": True}, "max_completion_tokens": 200,
+        "parallel_tool_calls": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LANGCHAIN)
+def test_what_langchain_sends(host: Host, name: str) -> None:
+    answer = host.post("/v1/chat/completions", json=LANGCHAIN[name])
+    assert answer.status_code == 200, answer.text
+    text = answer.text.replace('\\"', '"').replace("\\u00f6", "ö")
+    assert '"name":"weather"' in text.lower() and ('"city": "Rome"' in text or '"city": "Köln"' in text), text
+
+
 def pattern(text: str) -> list[dict]:
     parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": text}}}
     return [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]

@@ -50,7 +50,7 @@ class ChatTemplate:
             more["reasoning_effort"] = body.reasoning_effort
         messages = [self._plain(message, f"messages.{i}") for i, message in enumerate(body.messages)]
         try:
-            text = self._template.render(messages, tools, **more)
+            text = self._template.render(messages, tools, more)
         except Exception as error:
             raise ApiError(
                 400, f"the model's chat template refuses these messages: {error}", "chat_template", "messages"
@@ -86,7 +86,7 @@ def wants_parsed_arguments(template: Template) -> bool:
         ]
         function = {"name": "probe", "description": "c", "parameters": {"type": "object", "properties": {}}}
         try:
-            return template.render(messages, [{"type": "function", "function": function}])
+            return template.render(messages, [{"type": "function", "function": function}], {})
         except Exception:  # jinja2's, and whatever a template raises
             return ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -27,8 +27,8 @@ class Template:
         self._template = environment.from_string(source)
         self._tokens = {"bos_token": bos, "eos_token": eos}
 
-    def render(self, messages: list[dict[str, Any]], tools: Any, answers: bool = True, **more: Any) -> str:
-        """`answers`: up to where the model's answer begins. May raise anything."""
+    def render(self, messages: list[dict[str, Any]], tools: Any, more: Mapping[str, Any], answers: bool = True) -> str:
+        """`more`: variables of the template's own; `answers`: up to where the model's answer begins. May raise anything."""
         return self._template.render(
             messages=messages, tools=tools, add_generation_prompt=answers, raise_exception=_refuse, strftime_now=_now,
             **self._tokens, **more,

@@ -67,21 +67,21 @@ class Grammar:
             rules.append(f"({write(name, schema)})" + ("" if name in needed else "?"))
         return " ".join(rules)
 
-    def typed(self, tool: Tool, schema: Any, end: str) -> str:
-        """A value as values.py reads it, and `end`: text as it is, other things as JSON."""
+    def typed(self, tool: Tool, schema: Any, end: str, line: str = "") -> str:
+        """A value as values.py reads it, and `end`: text as it is, other things as JSON with `line` behind."""
         kinds = kinds_of(schema, tool.parameters)
         choices = schema.get("enum") if isinstance(schema, dict) else None
         if isinstance(choices, list) and choices and all(isinstance(one, str) and end not in one for one in choices):
-            return f"({' | '.join(literal(one) for one in choices)}) {literal(end)}"
+            return f"({' | '.join(literal(one) for one in choices)}) {literal(line + end)}"
         if "string" in kinds:
             return self.until(end)
-        return self.json(tool, schema, end)
+        return self.json(tool, schema, end, line)
 
-    def json(self, tool: Tool, schema: Any, end: str) -> str:
+    def json(self, tool: Tool, schema: Any, end: str, line: str = "") -> str:
         """One JSON value, and `end`."""
         definitions = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
         try:
-            return f"{self.value(definitions | schema)} {literal(end)}"
+            return f"{self.value(definitions | schema)} {literal(line + end)}"
         except RequestError:  # a schema that the converter does not take: whatever the model writes
             return self.until(end)
 

@@ -44,8 +44,8 @@ def _write(grammar: Grammar, tools: list[Tool], many: bool) -> str:
     for tool in tools:
 
         def parameter(name: str, schema: object, tool: Tool = tool) -> str:
-            value = grammar.typed(tool, schema, "\n</parameter>\n")
-            return f"{literal(f'<parameter={name}>' + _LINE)} {value}"
+            value = grammar.typed(tool, schema, "</parameter>", _LINE)
+            return f"{literal(f'<parameter={name}>' + _LINE)} {value} {literal(_LINE)}"
 
         front = literal(f"{_BEGIN}\n<function={tool.name}>\n")
         calls.append(f"{front} {grammar.parameters(tool, parameter)} {back}")
