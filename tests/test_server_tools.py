@@ -206,3 +206,17 @@ def test_what_cannot_be_forced(host: Host, wrong: dict, message: str) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]} | wrong
     answer = host.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize("n", [30, 150, 400, 900, 20_000])
+@pytest.mark.parametrize("unit", ['{"anyOf": [', '{"type": "array", "items": ', '{"properties": {"b": '])
+def test_deep_schemas_are_no_fault_of_the_server(host: Host, n: int, unit: str) -> None:
+    ends = {"[": "]", "{": "}"}
+    closing = "".join(ends[c] for c in reversed(unit) if c in ends)
+    schema = '{"type": "object", "properties": {"a": ' + unit * n + "{}" + closing * n + "}}"
+    tools = f'[{{"type": "function", "function": {{"name": "weather", "parameters": {schema}}}}}]'
+    body = f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "a"}}], "tool_choice": "required", "max_tokens": 1, '
+    answer = host.post(
+        "/v1/chat/completions", content=f'{body}"tools": {tools}}}', headers={"content-type": "application/json"}
+    )
+    assert answer.status_code in (200, 400), answer.text

@@ -39,7 +39,10 @@ class Grammar:
 
     def value(self, schema: Any) -> str:
         """JSON by a schema. Raises RequestError for one that llama.cpp's converter does not take."""
-        key = ("value", json.dumps(schema, sort_keys=True))
+        try:
+            key = ("value", json.dumps(schema, sort_keys=True))
+        except (ValueError, RecursionError) as error:
+            raise RequestError("json_schema nests too deep") from error
         if (known := self._names.get(key)) is None:
             known = self._names[key] = f"v{len(self._names)}"
             for line in schema_grammar(schema).splitlines():

@@ -12,18 +12,22 @@ Paris
 from __future__ import annotations
 
 from .call_format import CallFormat, has_all, some
-from .calls import Call, Tool, Tools
+from .calls import Call, NoCall, Tool, Tools
 from .cursor import Cursor
 from .gbnf import Grammar, literal
 from .values import typed
 
 _BEGIN, _END, _LINE = "<tool_call>", "</tool_call>", "\n"
+_FUNCTION = "<function="
 
 
 def _read(cursor: Cursor, tools: Tools) -> list[Call]:
+    """The first mark may be missing, which is a habit of Qwen3-Coder's."""
     calls = []
     while not cursor.is_at_end:
-        cursor.expect(_BEGIN, "<function=")
+        cursor.space()
+        has_begin = cursor.take(_BEGIN)
+        cursor.expect(_FUNCTION)
         tool = tools.named(cursor.until(">"))
         arguments = {}
         cursor.space()
@@ -33,7 +37,10 @@ def _read(cursor: Cursor, tools: Tools) -> list[Call]:
             text = cursor.until("</parameter>").removeprefix("\n").removesuffix("\n")
             arguments[name] = typed(text, tool.parameter(name), tool.parameters)
             cursor.space()
-        cursor.expect("</function>", _END)
+        cursor.expect("</function>")
+        cursor.space()
+        if not cursor.take(_END) and has_begin:
+            raise NoCall(f"no {_END!r}")
         cursor.space()
         calls.append(tools.call(tool.name, arguments))
     return calls
@@ -53,5 +60,5 @@ def _write(grammar: Grammar, tools: list[Tool], many: bool) -> str:
 
 
 FORMAT = CallFormat(
-    "Qwen3-Coder", has_all(_BEGIN, "<function=", "<parameter="), (_BEGIN,), _read, _write, marks=(_END,)
+    "Qwen3-Coder", has_all(_BEGIN, _FUNCTION, "<parameter="), (_BEGIN, _FUNCTION), _read, _write, marks=(_END,)
 )
