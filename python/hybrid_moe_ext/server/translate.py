@@ -40,7 +40,7 @@ def chat_request(
     # What a client's own grammar makes is not reasoning, unless it has the reasoning's end in it.
     tags = template.format.tags
     if thinking == "open" and body.grammar is not None and tags is not None and tags.end not in body.grammar:
-        thinking = "closed"
+        thinking = "free"
     reader = template.format.reader(tools.tools, thinking, reasoning_apart)
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     given = None if given == -1 else given
