@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from chat_templates import CASES, TOOLS, Case, all_templates, needs_archive, written
 from hybrid_moe_ext.server.output.calls import Call, Tools
 from hybrid_moe_ext.server.output.formats import OutputFormat, format_of
-from hybrid_moe_ext.server.output.values import typed
 
 # Of all templates of the archive: reasoning, calls. Those that are missing have neither that is known here.
 KNOWN = {
@@ -260,6 +259,20 @@ def test_hostile_text_costs_no_more_than_its_length(name: str) -> None:
     assert time.monotonic() - began < 60
 
 
+def test_control_tokens_beside_a_call_change_nothing() -> None:
+    told = format_of("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><｜tool▁sep｜>")
+    reader = told.reader(Tools(TOOLS), "free", True)
+    assert reader is not None
+    begin, call, separator, end, all_end = (
+        f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+    )
+    said = [("I look.", "<|other|>"), ("", begin), ("", call), ("weather", separator), ('{"city":', "<|other|>")]
+    said += [(' "a"}', end), ("", "<|other|>"), ("", all_end)]
+    pieces = [piece.text for one in said for piece in reader.add(*one)]
+    rest, [made] = reader.end()
+    assert (pieces, rest, made.arguments) == (["I look."], [], '{"city": "a"}')
+
+
 def test_qwens_calls_without_their_first_mark() -> None:
     told = format_of("<tool_call><function=<parameter=")
     one = "<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>"
@@ -280,50 +293,3 @@ def test_deep_arguments_are_text() -> None:
     for odd in ('{"a": NaN}', '{"a": ' + "9" * 5000 + "}", '{"a": "\x01"}'):
         text = f'<tool_call>{{"name": "weather", "arguments": {odd}}}</tool_call>'
         assert read(told, text)[1:] == (text, [])
-
-
-# --- values without quotes
-
-
-@pytest.mark.parametrize(
-    ("text", "schema", "value"),
-    [
-        ("5", {"type": "string"}, "5"),
-        ("5", {"type": "integer"}, 5),
-        ("five", {"type": "integer"}, "five"),
-        ("5", {"type": ["string", "null"]}, "5"),
-        ("null", {"type": ["string", "null"]}, None),
-        ("5", {"type": ["string", "integer"]}, 5),
-        ("5.5", {"type": ["string", "integer"]}, "5.5"),
-        ("5", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "5"),
-        ("None", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, None),
-        ("True", {"type": "boolean"}, True),
-        ("True", {}, "True"),
-        ("true", {}, True),
-        ("5", {"enum": ["5", "6"]}, "5"),
-        ("6", {"enum": [5, 6]}, 6),
-        ("5", {"const": "5"}, "5"),
-        ("[1]", {"$ref": "#/$defs/list"}, [1]),
-        ("[1]", {"$ref": "#/$defs/text"}, "[1]"),
-        ("1", {"$ref": "#/$defs/loop"}, 1),
-        ("1", {"$ref": "elsewhere"}, 1),
-        ("1", {"allOf": [{"$ref": "#/$defs/text"}]}, "1"),
-        ("NaN", {"type": "number"}, "NaN"),
-        ("9" * 5000, {"type": "integer"}, "9" * 5000),
-        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
-        ("1", None, 1),
-        ("1", {"type": {}}, 1),
-        ("1", {"type": [[]]}, 1),
-        ("1", {"enum": [[]]}, 1),
-        ("1", {"anyOf": []}, 1),
-    ],
-)
-def test_a_value_by_its_schema(text: str, schema: object, value: object) -> None:
-    root = {"$defs": {"list": {"type": "array"}, "text": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}
-    got = typed(text, schema, root)
-    assert (got, type(got)) == (value, type(value))
-
-
-def test_a_schema_of_a_thousand_branches_is_not_followed() -> None:
-    root = {"$defs": {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 50} for i in range(20)}}
-    assert typed("1", {"$ref": "#/$defs/0"}, root) == 1

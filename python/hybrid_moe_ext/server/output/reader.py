@@ -13,7 +13,6 @@ from .cursor import Cursor
 
 _MOST_SPACE = 64  # characters of white space that are held
 
-
 # Whether an answer begins inside the reasoning, behind it, or the model is free to reason.
 Thinking = Literal["open", "closed", "free"]
 
@@ -74,6 +73,7 @@ class TaggedReader:
         self._block: list[tuple[str, bool]] = []  # from a call's first mark on; True: a control token
         self._is_early = False  # that mark stands in the reasoning
         self._may_be_early = calls is not None and calls.ends_reasoning
+        self._known = {*(tags or ()), *((*calls.begins, *calls.marks, *calls.parts) if calls is not None else ())}
         self._parts: set[str] = set()  # control tokens that are parts of marks, and have come
         self._reasoning = Trimmed(True, drops_first=True, holds_last=True)
         self._content = Trimmed(False, drops_first=apart and thinking == "closed", holds_last=calls is not None)
@@ -83,7 +83,8 @@ class TaggedReader:
         if not control:
             return out
         if self._state == "calls":
-            self._block.append((control, True))
+            if control in self._known:
+                self._block.append((control, True))
         elif self._calls is not None and control in self._calls.parts:
             self._parts.add(control)
             out += self._feed(control)
