@@ -136,6 +136,23 @@ def test_until_a_mark(demo: Engine, mark: str, data: st.DataObject) -> None:
     assert admits(demo, grammar.text(f"{literal('x')} {rule}"), "x" + text) == (at >= 0 and at + len(mark) == len(text))
 
 
+@needs_archive
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([case.template, *case.more]))
+def test_what_is_whole_of_forced_calls_is_given_out(case: Case) -> None:
+    told = format_of(all_templates()[case.template])
+    if case.n_calls == 1:
+        return
+    prompt, text = written(case, "Hm." if case.reasoning else "", "", [FIRST, SECOND])
+    begin = text.index("get.forecast-2")
+    for at in range(begin, len(text)):
+        reader = told.reader(Tools(TOOLS), told.thinking(prompt), True, is_forced=True)
+        assert reader is not None
+        pieces = reader.add(text[:at])
+        rest, calls = reader.end()
+        assert [call.name for call in calls] == ["weather", "get.forecast-2"][: len(calls)] and calls, text[:at]
+        assert "".join(piece.text for piece in pieces + rest) == ("Hm." if case.reasoning else "")
+
+
 def test_text_cannot_end_a_value_twice(demo: Engine) -> None:
     """What is written behind its end could not be read as a call."""
     told = format_of("<tool_call><function=<parameter=")

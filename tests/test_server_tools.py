@@ -153,6 +153,13 @@ def test_some_tool_is_called(host: Host) -> None:
     assert names <= {"weather", "news"}
 
 
+def test_forced_calls_without_an_end(host: Host) -> None:
+    """A model that knows nothing goes on calling."""
+    given = {"tools": TWO[:1], "tool_choice": "required", "temperature": 0, "logit_bias": {"1": -100}}
+    [told] = asked(host, **given).choices
+    assert told.finish_reason == "length" and len(told.message.tool_calls) > 1 and told.message.content is None
+
+
 def test_one_call_where_several_are_not_wanted(host: Host) -> None:
     assert len(said(host, ONE + ONE, tools=TOOLS).choices[0].message.tool_calls) == 2
     [call] = said(host, ONE + ONE, tools=TOOLS, parallel_tool_calls=False).choices[0].message.tool_calls

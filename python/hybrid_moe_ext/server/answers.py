@@ -141,7 +141,9 @@ class ChatShape(Shape):
 
     def _reason(self, finish: Finish, calls: list[Call]) -> str:
         """As at OpenAI: a call of the tool that the request named is an ordinary end."""
-        return "tool_calls" if calls and not self._offer.is_named else "stop" if calls else finish.reason
+        if not calls or (self._offer.forced and finish.reason == "length"):
+            return finish.reason
+        return "stop" if self._offer.is_named else "tool_calls"
 
     def _logprobs_of(self, events: list[Token]) -> dict[str, Any]:
         content = []

@@ -41,7 +41,7 @@ def chat_request(
     tags = template.format.tags
     if thinking == "open" and body.grammar is not None and tags is not None and tags.end not in body.grammar:
         thinking = "free"
-    reader = template.format.reader(tools.tools, thinking, reasoning_apart)
+    reader = template.format.reader(tools.tools, thinking, reasoning_apart, bool(tools.forced))
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     given = None if given == -1 else given
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

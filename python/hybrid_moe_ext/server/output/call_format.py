@@ -21,6 +21,7 @@ class CallFormat:
     read: Callable[[Cursor, Tools], list[Call]]
     write: Callable[[Grammar, list[Tool], bool], str]
     marks: tuple[str, ...] = ()  # those besides `begins` that may be control tokens
+    ends: tuple[str, str] = ("", "")  # of one call, and behind the last one
     parts: tuple[str, ...] = ()  # control tokens that are a part of a mark only
     ends_reasoning: bool = False  # a call may come without the reasoning's end
 

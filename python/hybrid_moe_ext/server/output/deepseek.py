@@ -63,6 +63,7 @@ V3_1 = CallFormat(
     (_ALL_BEGIN,),
     _read,
     _write,
+    ends=(_END, _ALL_END),
     marks=_MARKS,
 )
 V3 = CallFormat(
@@ -71,5 +72,6 @@ V3 = CallFormat(
     (_ALL_BEGIN,),
     _read,
     _write_fenced,
+    ends=(_END, _ALL_END),
     marks=_MARKS,
 )

@@ -52,7 +52,7 @@ def _format(name: str, block: str) -> CallFormat:
         cursor.end()
         return calls
 
-    return CallFormat(name, is_taught_by, (begin,), read, _writer(begin, end), parts=(_DSML,))
+    return CallFormat(name, is_taught_by, (begin,), read, _writer(begin, end), ends=(_INVOKE_END, end), parts=(_DSML,))
 
 
 def _writer(begin: str, end: str) -> Callable[[Grammar, list[Tool], bool], str]:

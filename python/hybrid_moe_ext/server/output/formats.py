@@ -43,15 +43,15 @@ class OutputFormat:
             return "free"
         return "open" if end.endswith(self.tags.begin) else "closed" if end.endswith(self.tags.end) else "free"
 
-    def reader(self, tools: Tools | None, thinking: Thinking, apart: bool) -> Reader | None:
-        """`tools`: calls of them are looked for; `apart`: reasoning goes out apart from the content, not as a part of it. None:
-        there is nothing to look for."""
+    def reader(self, tools: Tools | None, thinking: Thinking, apart: bool, is_forced: bool = False) -> Reader | None:
+        """`tools`: calls of them are looked for; `apart`: reasoning goes out apart from the content, not as a part of it;
+        `is_forced`: there is nothing but calls, of which the last may be cut off. None: there is nothing to look for."""
         calls = self.calls if tools is not None else None
         if calls is None and not (apart and self.has_reasoning):
             return None
         if self.is_harmony:
             return harmony.HarmonyReader(tools, apart)
-        return TaggedReader(self.tags, calls, tools, thinking, apart)
+        return TaggedReader(self.tags, calls, tools, thinking, apart, is_forced)
 
 
 def format_of(template: str) -> OutputFormat:

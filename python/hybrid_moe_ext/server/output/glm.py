@@ -56,5 +56,6 @@ FORMAT = CallFormat(
     (_BEGIN,),
     _read,
     _write,
+    ends=(_END, ""),
     marks=(_END, *_KEY, *_VALUE),
 )

@@ -47,4 +47,4 @@ def _write(grammar: Grammar, tools: list[Tool], many: bool) -> str:
     return some(calls, literal("\n"), many)
 
 
-FORMAT = CallFormat("Hermes", _is_taught_by, (_BEGIN,), _read, _write, marks=(_END,))
+FORMAT = CallFormat("Hermes", _is_taught_by, (_BEGIN,), _read, _write, ends=(_END, ""), marks=(_END,))

@@ -51,6 +51,7 @@ FORMAT = CallFormat(
     (_ALL_BEGIN,),
     _read,
     _write,
+    ends=(_END, _ALL_END),
     marks=(_ALL_END, _BEGIN, _ARGUMENTS, _END),
     ends_reasoning=True,
 )

@@ -54,4 +54,6 @@ def _write(grammar: Grammar, tools: list[Tool], many: bool) -> str:
     return f"{front} {some(calls, '', many)} {literal(_END)}"
 
 
-FORMAT = CallFormat("MiniMax-M2", has_all(_BEGIN, _END, _INVOKE), (_BEGIN,), _read, _write, marks=(_END,))
+FORMAT = CallFormat(
+    "MiniMax-M2", has_all(_BEGIN, _END, _INVOKE), (_BEGIN,), _read, _write, ends=(_INVOKE_END, _END), marks=(_END,)
+)

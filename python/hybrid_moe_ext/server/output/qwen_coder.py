@@ -60,5 +60,11 @@ def _write(grammar: Grammar, tools: list[Tool], many: bool) -> str:
 
 
 FORMAT = CallFormat(
-    "Qwen3-Coder", has_all(_BEGIN, _FUNCTION, "<parameter="), (_BEGIN, _FUNCTION), _read, _write, marks=(_END,)
+    "Qwen3-Coder",
+    has_all(_BEGIN, _FUNCTION, "<parameter="),
+    (_BEGIN, _FUNCTION),
+    _read,
+    _write,
+    ends=(_END, ""),
+    marks=(_END,),
 )

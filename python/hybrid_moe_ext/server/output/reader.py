@@ -65,9 +65,15 @@ class Trimmed:
 
 class TaggedReader:
     def __init__(
-        self, tags: Tags | None, calls: CallFormat | None, tools: Tools | None, thinking: Thinking, apart: bool
+        self,
+        tags: Tags | None,
+        calls: CallFormat | None,
+        tools: Tools | None,
+        thinking: Thinking,
+        apart: bool,
+        is_forced: bool,
     ):
-        self._tags, self._calls, self._tools, self._apart = tags, calls, tools, apart
+        self._tags, self._calls, self._tools, self._apart, self._is_forced = tags, calls, tools, apart, is_forced
         self._state = "reasoning" if thinking == "open" and tags else "start"
         self._held = ""  # what may become a mark
         self._block: list[tuple[str, bool]] = []  # from a call's first mark on; True: a control token
@@ -180,9 +186,17 @@ class TaggedReader:
         return self._content.add(text)
 
     def _read(self) -> list[Call]:
+        assert self._calls is not None
+        text, (end, all_end) = "".join(text for text, _ in self._block), self._calls.ends
+        calls = self._read_all(text)
+        if not calls and self._is_forced and (at := text.rfind(end)) >= 0:
+            return self._read_all(text[: at + len(end)] + all_end)
+        return calls
+
+    def _read_all(self, text: str) -> list[Call]:
         assert self._calls is not None and self._tools is not None
         try:
-            return self._calls.read(Cursor("".join(text for text, _ in self._block)), self._tools)
+            return self._calls.read(Cursor(text), self._tools)
         except (ValueError, RecursionError):  # NoCall, or numbers that Python does not take
             return []
 
