@@ -17,8 +17,8 @@ def of_calls(format: OutputFormat, tools: list[Tool], many: bool, thinking: Thin
     """One call of one of the tools, or with `many` one or more. Raises RequestError for a schema that cannot be made into one."""
     assert format.calls is not None
     grammar = Grammar()
-    front = _thought(grammar, format, thinking)
-    return grammar.text(f"{front} {_LINES} {format.calls.write(grammar, tools, many)}")
+    front = [_thought(grammar, format, thinking), "" if format.is_harmony else _LINES]
+    return grammar.text(" ".join([*front, format.calls.write(grammar, tools, many)]))
 
 
 def of_schema(format: OutputFormat, schema: Any, thinking: Thinking) -> str | None:
