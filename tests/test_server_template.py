@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from jinja2.exceptions import SecurityError
 
 from chat_templates import CASES, TOOLS, all_templates, needs_archive
 from hybrid_moe_ext.server.chat import ChatTemplate
+from hybrid_moe_ext.server.replies import ApiError
 from hybrid_moe_ext.server.schema import ChatBody
 from hybrid_moe_ext.server.template import Template
 
@@ -43,6 +45,52 @@ def test_a_conversation_with_calls_goes_into_each_template(name: str) -> None:
         assert "<|channel|>analysis<|message|>Hm.\n\nI look.<|end|>" in shown
     if name in ("Kimi-K2-Thinking", "MiniMax-M2", "GLM-4.6", "Qwen3.5-4B"):
         assert "Hm." in shown
+
+
+NEEDS_ALL = (
+    "{% for tool in tools %}{{ tool.function.description + '!' }}{{ tool.function.parameters.properties.items() | list }}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [{}, {"description": None, "parameters": None}, {"parameters": {"type": "object"}}, {"description": "d"}],
+)
+def test_what_a_tool_may_leave_out_is_given_to_templates_that_want_it(function: dict) -> None:
+    tools = [{"type": "function", "function": {"name": "weather"} | function}]
+    body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools})
+    assert chat_template(NEEDS_ALL).render(body, tools).text == (function.get("description") or "") + "![]"
+    as_given = chat_template("{{ tools | tojson }}").render(body, tools).text
+    assert json.loads(as_given) == tools
+
+
+@needs_archive
+def test_a_tool_of_a_name_only_goes_into_each_template() -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools})
+    refused = set()
+    for name, source in all_templates().items():
+        made = chat_template(source)
+        try:
+            made.render(body, tools if made.knows_tools else None)
+        except ApiError:
+            refused.add(name)
+    assert refused == {"fireworks-ai-llama-3-firefunction-v2"}  # it reads tools by another name
+
+
+def test_arguments_that_are_no_json_are_refused_by_a_template_that_reads_them() -> None:
+    # As DeepSeek V3.2's.
+    source = "{% for call in messages[0].tool_calls %}{{ (call.function.arguments | from_json).city }}{% endfor %}"
+
+    def shown(arguments: str) -> str:
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        return chat_template(source).render(ChatBody.model_validate({"model": "m", "messages": messages}), None).text
+
+    assert shown('{"city": "Rome"}') == "Rome"
+    with pytest.raises(ApiError, match="refuses these messages"):
+        shown('{"city"')
 
 
 def test_a_template_keeps_to_its_sandbox() -> None:

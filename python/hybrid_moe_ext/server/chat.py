@@ -40,6 +40,7 @@ class ChatTemplate:
         self.format: OutputFormat = format_of(self.source)
         self._reads_thinking = bool(_READS_THINKING.search(self.source))
         self._parses_arguments = self._template is not None and wants_parsed_arguments(self._template)
+        self._completes_tools = self._template is not None and wants_complete_tools(self._template)
 
     def render(self, body: ChatBody, tools: list[dict[str, Any]] | None) -> Prompt:
         """Raises ApiError."""
@@ -49,6 +50,8 @@ class ChatTemplate:
         if body.reasoning_effort is not None:
             more["reasoning_effort"] = body.reasoning_effort
         messages = [self._plain(message, f"messages.{i}") for i, message in enumerate(body.messages)]
+        if tools is not None and self._completes_tools:
+            tools = [complete_tool(tool) for tool in tools]
         try:
             text = self._template.render(messages, tools, more)
         except Exception as error:
@@ -94,6 +97,31 @@ def wants_parsed_arguments(template: Template) -> bool:
         return False
     parsed = shown({"probed": "as it is"})
     return "as it is" in parsed and "{'probed'" not in parsed
+
+
+def wants_complete_tools(template: Template) -> bool:
+    """Some templates raise for a tool without a description or parameters, which OpenAI lets one leave out: they are tried."""
+
+    def takes(function: dict[str, Any]) -> bool:
+        try:
+            template.render([{"role": "user", "content": "a"}], [{"type": "function", "function": function}], {})
+        except Exception:  # jinja2's, and whatever a template raises
+            return False
+        return True
+
+    bare: list[dict[str, Any]] = [
+        {"name": "probe"},
+        {"name": "probe", "description": "c", "parameters": {"type": "object"}},
+    ]
+    return not all(takes(function) for function in bare)
+
+
+def complete_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """With all that a function may have."""
+    function = {name: value for name, value in tool["function"].items() if value is not None}
+    given = function.get("parameters")
+    parameters = {"type": "object", "properties": {}} | (given if isinstance(given, dict) else {})
+    return tool | {"function": {"description": ""} | function | {"parameters": parameters}}
 
 
 def _text(message: Message, param: str) -> str:

@@ -24,6 +24,7 @@ class Template:
             extensions=[Jinja2ChatFormatter.IgnoreGenerationTags, jinja2.ext.loopcontrols],
         )
         environment.filters["tojson"] = _to_json
+        environment.filters["from_json"] = json.loads  # llama.cpp's; its templates of DeepSeek V3.2 and V4 use it
         self._template = environment.from_string(source)
         self._tokens = {"bos_token": bos, "eos_token": eos}
 
