@@ -1,6 +1,7 @@
 """Environment of all tests, and the paths of what several of them use."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,12 @@ def simgpu(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
     """The library of the simulated GPU."""
     cache = getattr(pytestconfig, "cache", None)
     return library(cache.mkdir("simgpu") if cache else tmp_path_factory.mktemp("simgpu"))
+
+
+@pytest.fixture
+def no_deadlock() -> Iterator[None]:
+    """A test that waits for ever ends, and says where each thread was."""
+    from engine_solo import watchdog
+
+    with watchdog():
+        yield

@@ -1,7 +1,6 @@
 """The engine's tokens are those of a request alone: in any batch, by any path, with any prefix shared."""
 
 import asyncio
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,18 +15,13 @@ from engine_solo import (
     prompt,
     result,
     solo_logprobs,
-    watchdog,
 )
 from hybrid_moe_ext.engine import Request, Sampling, Stream
 
+pytestmark = pytest.mark.usefixtures("no_deadlock")
+
 # Latent attention (FP8 experts), attention, attention with sliding windows, recurrent.
 MODELS = ["demo", "qwen3-30b", "gpt-oss-120b", "mamba"]
-
-
-@pytest.fixture(autouse=True)
-def no_deadlock() -> Iterator[None]:
-    with watchdog():
-        yield
 
 
 @pytest.mark.parametrize("name", MODELS)

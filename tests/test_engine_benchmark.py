@@ -12,7 +12,6 @@ import pytest
 
 from conftest import DEMO
 from engine_request import ENTRIES, request
-from engine_solo import watchdog
 from hybrid_moe_ext import OptionError
 from hybrid_moe_ext.bench.engine import EngineRequest, Round, bench_engine, ratios
 from hybrid_moe_ext.bench.engine_figures import Figures, Served, figures, medians
@@ -30,13 +29,9 @@ from hybrid_moe_ext.bench.engine_load import (
 from hybrid_moe_ext.bench.engine_play import play
 from hybrid_moe_ext.cli import run as command_line
 
+pytestmark = pytest.mark.usefixtures("no_deadlock")
+
 MIX = kinds("4-9:3@3,40-50:5")
-
-
-@pytest.fixture(autouse=True)
-def no_deadlock():
-    with watchdog():
-        yield
 
 
 # --- the load

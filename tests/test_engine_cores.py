@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine_solo import engine, greedy, prompt, result, watchdog
+from engine_solo import engine, greedy, prompt, result
 from hybrid_moe_ext.engine.cores import MOST_TRIALS, Cores
 from hybrid_moe_ext.engine.options import EngineOptions, Threads
 
-
-@pytest.fixture(autouse=True)
-def no_deadlock():
-    with watchdog():
-        yield
+pytestmark = pytest.mark.usefixtures("no_deadlock")
 
 
 def run_pass(cores: Cores, step_s: dict[int, float], prefill_tps: dict[int, float], n_steps: int = 6) -> int:

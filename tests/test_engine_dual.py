@@ -1,7 +1,6 @@
 """Dual batch: two decode contexts, and still every stream is its solo run, nothing is lost and nobody waits for ever."""
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,7 +14,6 @@ from engine_solo import (
     greedy,
     prompt,
     result,
-    watchdog,
 )
 from hybrid_moe_ext.engine import Engine, StepReport
 from hybrid_moe_ext.engine import engine as engine_module
@@ -23,13 +21,9 @@ from hybrid_moe_ext.engine.dual import Measured
 from hybrid_moe_ext.engine.measure import measure as real_measure
 from hybrid_moe_ext.errors import EngineClosed
 
+pytestmark = pytest.mark.usefixtures("no_deadlock")
+
 MODELS = ["demo", "gpt-oss-120b", "mamba"]
-
-
-@pytest.fixture(autouse=True)
-def no_deadlock() -> Iterator[None]:
-    with watchdog():
-        yield
 
 
 def dual(name: str, **options: object) -> Engine:

@@ -1,7 +1,6 @@
 """Requests that do not simply end: a full queue, deadlines, cancels, an engine that drains, closes or fails."""
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,15 +13,10 @@ from engine_solo import (
     greedy,
     prompt,
     result,
-    watchdog,
 )
 from hybrid_moe_ext import errors
 
-
-@pytest.fixture(autouse=True)
-def no_deadlock() -> Iterator[None]:
-    with watchdog():
-        yield
+pytestmark = pytest.mark.usefixtures("no_deadlock")
 
 
 def test_a_full_queue_is_refused() -> None:

@@ -4,23 +4,18 @@ import gc
 import random
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import llama_cpp.llama_cpp as C
 import pytest
 
-from engine_solo import DEADLOCK_S, assert_nothing_leaked, assert_solo, engine, greedy, prompt, watchdog
+from engine_solo import DEADLOCK_S, assert_nothing_leaked, assert_solo, engine, greedy, prompt
 from hybrid_moe_ext import errors
 from hybrid_moe_ext.engine import Engine, Request, Sampling, Stream
 
+pytestmark = pytest.mark.usefixtures("no_deadlock")
+
 N_CALLERS, N_EACH = 6, 60
-
-
-@pytest.fixture(autouse=True)
-def no_deadlock() -> Iterator[None]:
-    with watchdog():
-        yield
 
 
 def _pool() -> list[list[int]]:

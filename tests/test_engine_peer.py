@@ -14,7 +14,6 @@ import pytest
 import models
 from conftest import DEMO
 from engine_request import ENTRIES, request
-from engine_solo import watchdog
 from hybrid_moe_ext import OptionError, PluginError
 from hybrid_moe_ext.bench import engine_http
 from hybrid_moe_ext.bench.engine import bench_engine
@@ -23,11 +22,7 @@ from hybrid_moe_ext.bench.engine_load import (
 )
 from tiny_families import tiny, write_model
 
-
-@pytest.fixture(autouse=True)
-def no_deadlock():
-    with watchdog():
-        yield
+pytestmark = pytest.mark.usefixtures("no_deadlock")
 
 
 def program(folder: Path, name: str, text: str) -> Path:

@@ -18,16 +18,11 @@ from engine_solo import (
     prompt,
     result,
     solo,
-    watchdog,
 )
 from hybrid_moe_ext import errors
 from hybrid_moe_ext.engine import Engine, Request, Sampling
 
-
-@pytest.fixture(autouse=True)
-def no_deadlock() -> Iterator[None]:
-    with watchdog():
-        yield
+pytestmark = pytest.mark.usefixtures("no_deadlock")
 
 
 @pytest.fixture(scope="module")

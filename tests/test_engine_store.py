@@ -2,20 +2,15 @@
 
 import logging
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from engine_solo import Gate, assert_nothing_leaked, assert_solo, engine, greedy, prompt, result, watchdog
+from engine_solo import Gate, assert_nothing_leaked, assert_solo, engine, greedy, prompt, result
 from hybrid_moe_ext.engine.context import Context
 from test_engine_load import run_callers
 
-
-@pytest.fixture(autouse=True)
-def no_deadlock() -> Iterator[None]:
-    with watchdog():
-        yield
+pytestmark = pytest.mark.usefixtures("no_deadlock")
 
 
 # What serves is the store alone: finished sequences have no cells, or hardly any.

@@ -3,24 +3,18 @@
 import gc
 import threading
 import tracemalloc
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_solo import watchdog
 from hybrid_moe_ext.engine.store import Store
+
+pytestmark = pytest.mark.usefixtures("no_deadlock")
 
 P = 4  # tokens of a piece, without a model
 N_STATE = 64  # bytes of a made-up state
-
-
-@pytest.fixture(autouse=True)
-def no_deadlock() -> Iterator[None]:
-    with watchdog():
-        yield
 
 
 def _tokens(values: list[int]) -> np.ndarray:
