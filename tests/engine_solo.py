@@ -21,6 +21,8 @@ from hybrid_moe_ext import Llama
 from hybrid_moe_ext.engine import Engine, Request, Result, Sampling, Stream
 from tiny_families import tiny, write_model
 
+# Latent attention (FP8 experts), attention, attention with sliding windows, recurrent.
+MODELS = ["demo", "qwen3-30b", "gpt-oss-120b", "mamba"]
 GREEDY = Sampling(temperature=0)
 # Seconds after which a test that has not ended is taken for a deadlock. Generous: nothing here measures time.
 DEADLOCK_S = 300

@@ -1,4 +1,5 @@
-"""Scenarios of test_placement.py, each in a process of its own: devices are loaded once, and options hold for the process.
+"""Scenarios of test_placement.py and test_gpu_commands.py, each in a process of its own: devices are loaded once, and options
+hold for the process.
 
 python placement_child.py SIMGPU SCENARIO ARGUMENTS(JSON); prints what it saw as JSON.
 """

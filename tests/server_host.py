@@ -23,6 +23,7 @@ from hybrid_moe_ext.server.metrics import Metrics
 from hybrid_moe_ext.server.run import Server, bind
 
 MODEL = "demo"
+KEY = "a secret"
 PROMPTS = ["The licenses for most software are designed to", "Redistribution and use in source", "This program is"]
 
 
@@ -55,6 +56,39 @@ class Host:
         tokens, margins = solo(MODEL, prompt, n)
         assert min(margins) > 2e-3, "choose another prompt"
         return self.engine.detokenize(tokens).decode()
+
+
+@contextlib.contextmanager
+def neighbour_of(host: Host) -> Iterator[None]:
+    """A stream that runs during the test, and is what it is alone."""
+    n, got = 24, []
+    request = {
+        "model": MODEL,
+        "prompt": PROMPTS[0],
+        "max_tokens": n,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    chunks = host.openai(api_key=KEY).completions.create(**request, stream=True)
+    got.append(next(chunks).choices[0].text)
+    yield
+    got += [c.choices[0].text for c in chunks]
+    assert "".join(got) == host.expected(PROMPTS[0], n)
+
+
+def headers(**more: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {KEY}", "content-type": "application/json"} | {
+        k.replace("_", "-"): v for k, v in more.items()
+    }
+
+
+def error(answer: httpx.Response, status: int) -> dict:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    assert list(answer.json()) == ["error"]
+    told = answer.json()["error"]
+    assert set(told) == {"message", "type", "param", "code"} and told["message"]
+    return told
 
 
 def said(host: Host, text: str, bias: Sequence[int] = (), **more: object):

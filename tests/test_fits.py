@@ -24,15 +24,8 @@ from hybrid_moe_ext.fits.header import write_header
 from hybrid_moe_ext.fits.search import SLOTS
 from hybrid_moe_ext.fits.source import open_source
 from hybrid_moe_ext.fits.tensors import tensors_of
-from simgpu.build import library
 
 GIB, MIB = 1 << 30, 1 << 20
-
-
-@pytest.fixture(scope="session")
-def simgpu(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cache = getattr(pytestconfig, "cache", None)
-    return library(cache.mkdir("simgpu") if cache else tmp_path_factory.mktemp("simgpu"))
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ import pytest
 from conftest import ROOT
 from hybrid_moe_ext.patched.patch_files import apply_patches, read_patches
 from models import nmse
-from simgpu.build import library
 from tiny_families import tiny, write_model
 
 PATCHES = sorted((ROOT / "patches").glob("*.patch"))
@@ -121,12 +120,11 @@ def test_switched_on_the_logits_are_the_same(family: str, switch: str, folder: P
 
 @needs_build
 @pytest.mark.parametrize("device", ["cpu", "simgpu"])
-def test_a_prompt_through_the_plugin_ends_in_the_same_text(device: str, pytestconfig: pytest.Config) -> None:
+def test_a_prompt_through_the_plugin_ends_in_the_same_text(device: str, request: pytest.FixtureRequest) -> None:
     """The bundled model, its experts by our back end: on the CPU, or streamed to a simulated GPU that runs attention."""
     arguments = [sys.executable, CHILDREN / "prompt.py", ROOT / "models" / "tiny-deepseek-v3-fp8"]
     if device == "simgpu":
-        assert pytestconfig.cache is not None
-        arguments.append(library(pytestconfig.cache.mkdir("simgpu")))
+        arguments.append(request.getfixturevalue("simgpu"))
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("LLAMA_", "SIMGPU_"))}
     on = {"LLAMA_CPP_LIB_PATH": str(LIBRARIES), **SWITCHES["decompressed in tiles"]}
     told = []

@@ -22,7 +22,7 @@ class TextOut:
             at, _, self.stopped = min(found)
             text, self._held = self._held[:at], ""
             return text
-        n_held = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        n_held = max((overlap(self._held, stop) for stop in self._stops), default=0)
         text, self._held = self._held[: len(self._held) - n_held], self._held[len(self._held) - n_held :]
         return text
 
@@ -39,6 +39,6 @@ class TextOut:
         return self.flush()
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` that `stop` begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -87,11 +87,7 @@ def wants_parsed_arguments(template: Template) -> bool:
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": "b", "name": "probe", "tool_call_id": call["id"]},
         ]
-        function = {"name": "probe", "description": "c", "parameters": {"type": "object", "properties": {}}}
-        try:
-            return template.render(messages, [{"type": "function", "function": function}], {})
-        except Exception:  # jinja2's, and whatever a template raises
-            return ""
+        return _shown(template, messages, {"description": "c", "parameters": {"type": "object", "properties": {}}}) or ""
 
     if '{"probed": "as it is"}' in shown('{"probed": "as it is"}'):
         return False
@@ -102,18 +98,17 @@ def wants_parsed_arguments(template: Template) -> bool:
 def wants_complete_tools(template: Template) -> bool:
     """Some templates raise for a tool without a description or parameters, which OpenAI lets one leave out: they are tried."""
 
-    def takes(function: dict[str, Any]) -> bool:
-        try:
-            template.render([{"role": "user", "content": "a"}], [{"type": "function", "function": function}], {})
-        except Exception:  # jinja2's, and whatever a template raises
-            return False
-        return True
+    messages = [{"role": "user", "content": "a"}]
+    bare: list[dict[str, Any]] = [{}, {"description": "c", "parameters": {"type": "object"}}]
+    return any(_shown(template, messages, function) is None for function in bare)
 
-    bare: list[dict[str, Any]] = [
-        {"name": "probe"},
-        {"name": "probe", "description": "c", "parameters": {"type": "object"}},
-    ]
-    return not all(takes(function) for function in bare)
+
+def _shown(template: Template, messages: list[dict[str, Any]], function: dict[str, Any]) -> str | None:
+    """With one tool. None: the template raises."""
+    try:
+        return template.render(messages, [{"type": "function", "function": {"name": "probe"} | function}], {})
+    except Exception:  # jinja2's, and whatever a template raises
+        return None
 
 
 def complete_tool(tool: dict[str, Any]) -> dict[str, Any]:

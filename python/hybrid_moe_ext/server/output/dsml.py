@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 from .call_format import CallFormat, some
 from .calls import Call, NoCall, Tool, Tools
 from .cursor import Cursor, refuse
 from .gbnf import Grammar, literal
+from .invocations import Marks, read_invocations
 from .values import kinds_of
 
 _DSML = "｜DSML｜"
@@ -31,28 +33,17 @@ def _format(name: str, block: str) -> CallFormat:
         return _DSML in template and f"{block}>" in template and 'invoke name="' in template
 
     def read(cursor: Cursor, tools: Tools) -> list[Call]:
-        cursor.expect(begin)
-        cursor.space()
-        calls = []
-        while cursor.take(_INVOKE):
-            tool = tools.named(cursor.until('">'))
-            arguments = {}
-            cursor.space()
-            while cursor.take(_PARAMETER):
-                key = cursor.until('" string="')
-                kind, text = cursor.until('">'), cursor.until(_PARAMETER_END)
-                if kind not in ("true", "false"):
-                    raise NoCall(f"string={kind!r}")
-                arguments[key] = text if kind == "true" else json.loads(text, parse_constant=refuse)
-                cursor.space()
-            cursor.expect(_INVOKE_END)
-            cursor.space()
-            calls.append(tools.call(tool.name, arguments))
-        cursor.expect(end)
-        cursor.end()
-        return calls
+        return read_invocations(cursor, tools, Marks(begin, end, _INVOKE, _INVOKE_END, _PARAMETER), _argument)
 
     return CallFormat(name, is_taught_by, (begin,), read, _writer(begin, end), ends=(_INVOKE_END, end), parts=(_DSML,))
+
+
+def _argument(cursor: Cursor, tool: Tool) -> tuple[str, Any]:
+    name = cursor.until('" string="')
+    kind, text = cursor.until('">'), cursor.until(_PARAMETER_END)
+    if kind not in ("true", "false"):
+        raise NoCall(f"string={kind!r}")
+    return name, text if kind == "true" else json.loads(text, parse_constant=refuse)
 
 
 def _writer(begin: str, end: str) -> Callable[[Grammar, list[Tool], bool], str]:

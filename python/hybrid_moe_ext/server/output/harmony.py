@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 
+from ...engine.text import overlap
 from .call_format import CallFormat, has_all, some
 from .calls import Call, NoCall, Tool, Tools
 from .cursor import Cursor
 from .gbnf import Grammar, literal
-from .reader import Piece, overlap
+from .reader import Piece
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")

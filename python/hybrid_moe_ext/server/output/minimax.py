@@ -9,10 +9,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .call_format import CallFormat, has_all, some
 from .calls import Call, Tool, Tools
 from .cursor import Cursor
 from .gbnf import Grammar, literal
+from .invocations import Marks, read_invocations
 from .values import typed
 
 _BEGIN, _END = "<minimax:tool_call>", "</minimax:tool_call>"
@@ -20,24 +23,13 @@ _INVOKE, _INVOKE_END = '<invoke name="', "</invoke>"
 _PARAMETER, _PARAMETER_END = '<parameter name="', "</parameter>"
 
 
+def _argument(cursor: Cursor, tool: Tool) -> tuple[str, Any]:
+    name = cursor.until('">')
+    return name, typed(cursor.until(_PARAMETER_END), tool.parameter(name), tool.parameters)
+
+
 def _read(cursor: Cursor, tools: Tools) -> list[Call]:
-    calls = []
-    cursor.expect(_BEGIN)
-    cursor.space()
-    while cursor.take(_INVOKE):
-        tool = tools.named(cursor.until('">'))
-        arguments = {}
-        cursor.space()
-        while cursor.take(_PARAMETER):
-            name = cursor.until('">')
-            arguments[name] = typed(cursor.until(_PARAMETER_END), tool.parameter(name), tool.parameters)
-            cursor.space()
-        cursor.expect(_INVOKE_END)
-        cursor.space()
-        calls.append(tools.call(tool.name, arguments))
-    cursor.expect(_END)
-    cursor.end()
-    return calls
+    return read_invocations(cursor, tools, Marks(_BEGIN, _END, _INVOKE, _INVOKE_END, _PARAMETER), _argument)
 
 
 def _write(grammar: Grammar, tools: list[Tool], many: bool) -> str:

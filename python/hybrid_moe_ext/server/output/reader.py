@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Protocol
 
+from ...engine.text import overlap
 from .call_format import CallFormat
 from .calls import Call, Tools
 from .cursor import Cursor
@@ -199,8 +200,3 @@ class TaggedReader:
             return self._calls.read(Cursor(text), self._tools)
         except (ValueError, RecursionError):  # NoCall, or numbers that Python does not take
             return []
-
-
-def overlap(text: str, mark: str) -> int:
-    """Characters at the end of the text that the mark begins with."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
