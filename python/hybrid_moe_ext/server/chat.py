@@ -87,7 +87,9 @@ def wants_parsed_arguments(template: Template) -> bool:
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": "b", "name": "probe", "tool_call_id": call["id"]},
         ]
-        return _shown(template, messages, {"description": "c", "parameters": {"type": "object", "properties": {}}}) or ""
+        return (
+            _shown(template, messages, {"description": "c", "parameters": {"type": "object", "properties": {}}}) or ""
+        )
 
     if '{"probed": "as it is"}' in shown('{"probed": "as it is"}'):
         return False
